@@ -1,0 +1,21 @@
+"""Offload saved activations to SSD from inside ``torch.compile``."""
+
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.dynamo_backend import backend
+from ssdtrain_fx.errors import ActivationLostError, BudgetError, ConfigError, InternalError, SSDTrainError
+from ssdtrain_fx.runtime.ops import statistics
+from ssdtrain_fx.runtime.statistics import Statistics
+
+__all__ = [
+    "ActivationLostError",
+    "BudgetError",
+    "ConfigError",
+    "InternalError",
+    "OffloadConfig",
+    "SSDTrainError",
+    "Statistics",
+    "backend",
+    "statistics",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,74 @@
+"""The private torch APIs that this package stands on. Nothing else in the package imports a private torch name.
+
+What Inductor offers is in ``_torch_private.inductor``, apart, because importing it takes a second.
+
+| name | checked on | without it |
+|---|---|---|
+| ``torch._inductor.compile_fx.compile_fx`` / ``compile_fx_inner`` | 2.11, 2.13, 2.15 | no Inductor backend |
+| ``torch._inductor.custom_graph_pass.CustomPartitionerFn`` | 2.11, 2.13, 2.15 | the pass is never called under Inductor |
+| ``torch._inductor.custom_graph_pass.CustomGraphPass`` | 2.11, 2.13, 2.15 | offloaded tensors get other layouts than saved ones: last bits differ |
+| ``torch._inductor.lowering`` / ``ir`` / ``V.graph.additional_buffer_deps`` | 2.13 | the scheduler moves the ops; convolution nets lose bit-equality |
+| ``torch._inductor.list_mode_options`` | 2.11, 2.13, 2.15 | ``mode=`` is refused |
+| ``torch._functorch`` output descriptors (``descriptors.SavedForBackwards...``) | 2.11, 2.13, 2.15 | AOTAutograd's graph logs lose labels |
+| ``torch._dynamo.backends.common.aot_autograd`` | 2.11, 2.13, 2.15 | no ``inner="aot_eager"`` |
+| ``StorageWeakRef`` | 2.11, 2.13, 2.15 | alias sets cannot be told apart |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+AOTCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """An identity shared by all (fake) tensors that view one storage. Valid while one of them is alive."""
+    return cast(int, StorageWeakRef(tensor.untyped_storage()).cdata)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """``size`` as a number, for estimates only: adds no guard.
+
+    Raises:
+        ValueError: the size depends on data, so that there is no hint.
+    """
+    if isinstance(size, int):
+        return size
+    hint = cast(Any, size).node.hint
+    if hint is None:
+        raise ValueError(f"size {size} depends on data and has no hint")
+    return int(hint)
+
+
+def saved_descriptors(nodes: Sequence[fx.Node]) -> list[object]:
+    """AOTAutograd's descriptors for the saved values ``nodes`` of a forward graph, in order."""
+    from torch._functorch._aot_autograd import descriptors
+
+    plain = descriptors.SavedForBackwardsAOTOutput
+    unchecked = getattr(descriptors, "SavedForBackwardsNoVcCheckAOTOutput", plain)
+    return [
+        (unchecked if node.meta.get("saved_tensor_with_no_vc_check") else plain)(idx) for idx, node in enumerate(nodes)
+    ]
+
+
+def functorch_config_patch(**changes: Any) -> AbstractContextManager[None]:
+    """Change settings of AOTAutograd for a ``with`` block."""
+    from torch._functorch import config
+
+    return cast(AbstractContextManager[None], config.patch(**changes))
+
+
+def aot_autograd(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, compiler: AOTCompiler, partition_fn: Callable[..., Any]
+) -> Callable[..., Any]:
+    """AOTAutograd as the ``aot_eager`` backend uses it. A plain function as compiler keeps its compile cache out."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiled = aot_autograd(fw_compiler=compiler, partition_fn=partition_fn, keep_inference_input_mutations=True)
+    return compiled(gm, example_inputs)

@@ -1,0 +1,141 @@
+"""Inductor's private APIs (see the table in ``_torch_private``)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import fx
+from torch._inductor import config, ir, list_mode_options
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.output_code import OutputCode
+from torch._inductor.virtualized import V
+
+__all__ = [
+    "CustomGraphPass",
+    "CustomPartitionerFn",
+    "OutputCode",
+    "as_passes",
+    "compile_fx",
+    "compile_fx_inner",
+    "current_setting",
+    "install_lowerings",
+    "offload_strides_in",
+    "options_of_mode",
+    "require_layout_of_outputs",
+]
+
+
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """Inductor's settings for ``torch.compile(mode=...)``. Raises RuntimeError for an unknown mode."""
+    return dict(list_mode_options(mode))
+
+
+def current_setting(name: str) -> Any:
+    """Value of one of Inductor's settings."""
+    return getattr(config, name)
+
+
+def as_passes(custom_pass: Any) -> tuple[CustomGraphPass, ...]:
+    """The graph passes behind a setting that is None, one pass or a list of passes."""
+    if custom_pass is None:
+        return ()
+    return tuple(custom_pass) if isinstance(custom_pass, (list, tuple)) else (custom_pass,)
+
+
+def require_layout_of_outputs(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Let Inductor choose the layout of ``nodes`` as if forward still returned them.
+
+    Lowering asks ``any(user.op == "output" for user in node.users)`` and then realises the node with the strides of
+    its metadata. ``fx.Interpreter.output`` returns ``args[0]``, so what stands in ``args[1]`` is a user, not a result.
+    """
+    output = graph.output_node()
+    output.args = (output.args[0], tuple(nodes))
+
+
+class _PinnedOrder:
+    """Ties our ops to the kernels around them, while one graph is lowered.
+
+    The scheduler knows data flow only. Left alone, it hoists a wait to its reload (no time to hide the transfer), and
+    lets a release sink to the end of forward (no memory freed). Lowering follows the order of the FX graph, so between
+    two of our ops we see which kernels came in between. Only kernels that are never fused count: matrix products,
+    convolutions, attention. Pointwise code stays free to fuse.
+
+        mm1                        mm1
+        t = release(t0, x)   ->    t = release(t0, x)    runs after mm1
+        mm2                        mm2                   runs after t
+    """
+
+    def __init__(self) -> None:
+        self.num_seen = 0
+        self.last_kernel: str | None = None
+        self.since_kernel: list[str] = []
+
+    def lower(self, call: Callable[[], Any], *, after_kernel: bool, before_kernel: bool) -> Any:
+        """Run ``call``, which lowers one of our ops, and tie what it makes to the kernels before and after."""
+        operations = V.graph.operations
+        for operation in operations[self.num_seen :]:
+            if isinstance(operation, (ir.ExternKernel, ir.TemplateBuffer)):
+                V.graph.additional_buffer_deps[operation.get_operation_name()].update(self.since_kernel)
+                self.since_kernel = []
+                self.last_kernel = operation.get_name()
+        start = len(operations)
+        result = call()
+        own = [operation for operation in operations[start:] if isinstance(operation, ir.ExternKernel)]
+        if after_kernel and self.last_kernel is not None:
+            for operation in own:
+                V.graph.additional_buffer_deps[operation.get_operation_name()].add(self.last_kernel)
+        if before_kernel:
+            self.since_kernel.append(result.get_name())
+        self.num_seen = len(operations)
+        return result
+
+
+def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> None:
+    """Lower our ops to extern calls whose order is pinned; ``offload`` writes down the strides that ``x`` really got."""
+    if offload in lowerings:
+        return
+
+    def record_layout(x: Any, stride: list[Any], *rest: Any) -> tuple[Any, ...]:
+        source = ir.ExternKernel.realize_input(x)
+        source.freeze_layout()
+        return (x, list(source.get_stride()), *rest)
+
+    def install(op: Any, *, after_kernel: bool, before_kernel: bool) -> None:
+        call = fallback_handler(op, add_to_fallback_set=False)
+
+        def lower(*args: Any) -> Any:
+            if op is offload:
+                args = record_layout(*args)
+            order = cast(_PinnedOrder, V.graph.__dict__.setdefault("_ssdtrain_order", _PinnedOrder()))
+            return order.lower(lambda: call(*args), after_kernel=after_kernel, before_kernel=before_kernel)
+
+        register_lowering(op, type_promotion_kind=None)(lower)
+
+    install(offload, after_kernel=False, before_kernel=True)  # early is all it has to be
+    install(release, after_kernel=True, before_kernel=True)
+    install(reload, after_kernel=True, before_kernel=True)
+    install(wait, after_kernel=True, before_kernel=False)  # readers follow it anyway: it writes to what they read
+
+
+def offload_strides_in(code: OutputCode, op_name: str) -> dict[str, tuple[int, ...]]:
+    """Strides that ``op(x, stride, name, ...)`` was compiled with, by name; read from the generated Python.
+
+    Code that comes from a cache was not lowered in this process, so the code itself is the only witness.
+    Symbolic strides are left out: Inductor changes no layouts under dynamic shapes.
+    """
+    source = cast(str, getattr(code, "source_code", ""))
+    strides: dict[str, tuple[int, ...]] = {}
+    if op_name not in source:
+        return strides
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == op_name:
+            try:
+                stride, name = ast.literal_eval(node.args[1]), ast.literal_eval(node.args[2])
+            except ValueError:
+                continue
+            strides[name] = tuple(stride)
+    return strides

@@ -1,0 +1,47 @@
+"""Offloading without a compiler: AOTAutograd's two graphs, rewritten and run node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx
+
+from ssdtrain_fx import _torch_private
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
+
+
+def compile_with_aot_eager(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: OffloadConfig,
+    *,
+    observe: Callable[[OffloadedStep], None] | None = None,
+) -> Callable[..., Any]:
+    """What ``torch.compile(backend="aot_eager")`` does, with offloading."""
+
+    def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        step = offload_saved_tensors(
+            forward, backward, num_forward_outputs=kwargs["num_fwd_outputs"], config=config
+        )
+        if observe is not None:
+            observe(step)
+        return step.forward, step.backward
+
+    return _torch_private.aot_autograd(
+        gm, example_inputs, compiler=run_node_by_node, partition_fn=partition
+    )
+
+
+def run_node_by_node(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """A compiler that compiles nothing. Every value is freed after its last use, arguments included."""
+    interpreter = fx.Interpreter(gm)
+
+    def run(args: list[Any]) -> Any:
+        return interpreter.boxed_run(args)
+
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run

@@ -1,0 +1,115 @@
+"""What the user may choose: one frozen value, checked before anything is traced."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.runtime.config import EngineConfig, IOPath
+
+Inner = Literal["inductor", "aot_eager"]
+Policy = Literal["auto", "all"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadConfig:
+    """Options of the ``ssdtrain`` backend.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range; the message names the option.
+    """
+
+    ssd_dir: str | Path | None = None
+    """Directory on the SSD. Default: ``$SSDTRAIN_DIR``, else the system's temp directory. The file has no name there."""
+
+    inner: Inner = "inductor"
+    """Compiler that gets the rewritten forward and backward graphs."""
+
+    min_tensor_bytes: int = 1 << 20
+    """Storages smaller than this stay in memory."""
+
+    policy: Policy = "auto"
+    """``auto`` keeps what backward needs again soon; ``all`` offloads every eligible storage, whatever it costs."""
+
+    in_flight_bytes: int | None = None
+    """Most bytes that leave, and most that return early, at one time. Default: two of the largest storage or 1/16 of all."""
+
+    memory_budget_bytes: int | None = None
+    """Activation peak to stay under; nothing is offloaded when the step already fits. None: as low as possible."""
+
+    host_budget_bytes: int | None = None
+    """Most pinned (GPU) or staging (CPU) memory that the engine may hold. None: chosen per device."""
+
+    max_slowdown: float = 0.01
+    """Exposed transfer time that a plan may predict, as a share of the step."""
+
+    io: IOPath = "auto"
+    """``posix`` goes through host memory, ``kvikio`` straight between GPU and file; ``auto`` takes what really works."""
+
+    checksum: bool = False
+    """Verify every byte that comes back (costs CPU time)."""
+
+    def __post_init__(self) -> None:
+        if self.ssd_dir is not None and not isinstance(self.ssd_dir, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _wrong("ssd_dir", self.ssd_dir, "a path or None")
+        _require_choice("inner", self.inner, get_args(Inner))
+        _require_choice("policy", self.policy, get_args(Policy))
+        _require_choice("io", self.io, get_args(IOPath))
+        _require_int("min_tensor_bytes", self.min_tensor_bytes, minimum=0)
+        for name in ("in_flight_bytes", "memory_budget_bytes", "host_budget_bytes"):
+            value = getattr(self, name)
+            if value is not None:
+                _require_int(name, value, minimum=1)
+        if isinstance(self.max_slowdown, bool) or not isinstance(self.max_slowdown, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _wrong("max_slowdown", self.max_slowdown, "a number such as 0.01")
+        if not 0 <= self.max_slowdown < float("inf"):
+            raise _wrong("max_slowdown", self.max_slowdown, "a finite number >= 0")
+        if not isinstance(self.checksum, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _wrong("checksum", self.checksum, "True or False")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None) -> OffloadConfig:
+        """The configuration that ``torch.compile(..., options=options)`` asks for.
+
+        Raises:
+            ConfigError: an option is unknown (all valid ones are listed) or has a wrong value.
+        """
+        options = {} if options is None else dict(options)
+        valid = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in valid:
+                near = difflib.get_close_matches(str(name), valid, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(
+                    f"Unknown option {name!r} for backend 'ssdtrain'.{hint} Valid options: {', '.join(valid)}."
+                )
+        return cls(**options)
+
+    def engine_config(self) -> EngineConfig:
+        """The part that the runtime needs; it travels inside the compiled graph."""
+        return EngineConfig(
+            ssd_dir=None if self.ssd_dir is None else str(self.ssd_dir),
+            io=self.io,
+            host_budget_bytes=self.host_budget_bytes,
+            checksum=self.checksum,
+        )
+
+
+def _wrong(name: str, found: object, expected: str) -> ConfigError:
+    return ConfigError(f"Option {name!r} of backend 'ssdtrain' is {found!r}; expected {expected}.")
+
+
+def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise _wrong(name, value, "one of " + ", ".join(map(repr, choices)))
+
+
+def _require_int(name: str, value: object, *, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _wrong(name, value, "an integer number of bytes")
+    if value < minimum:
+        raise _wrong(name, value, f"at least {minimum}")

@@ -1,0 +1,28 @@
+"""Errors a user can meet. Each message says what was found, what was expected, and what to do."""
+
+from __future__ import annotations
+
+
+class SSDTrainError(Exception):
+    """Base class of every error that ``ssdtrain_fx`` raises on purpose."""
+
+
+class ConfigError(SSDTrainError, ValueError):
+    """An option is unknown, has the wrong type or value, or cannot work on this machine."""
+
+
+class BudgetError(SSDTrainError):
+    """``memory_budget_bytes`` is below the lowest peak that offloading can reach."""
+
+
+class ActivationLostError(SSDTrainError, RuntimeError):
+    """A saved tensor cannot be read back. Raised before any gradient is produced from it."""
+
+
+class InternalError(SSDTrainError, AssertionError):
+    """An invariant of ``ssdtrain_fx`` itself is broken. This is a bug: please report it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            f"{message}\nThis is a bug in ssdtrain_fx, not in your model. Please report it with the text above."
+        )

@@ -1,0 +1,137 @@
+"""Offloading under Inductor: how the pipeline gets into one call of ``compile_fx``.
+
+    compile_fx
+      partition          OffloadPartitioner: the partitioner Inductor would use, then the pipeline
+      compile forward    KeepLayouts; afterwards the layouts that the offloaded tensors really got are read back
+      compile backward   its reloads are told these layouts, as AOTAutograd does for tensors that are plainly saved;
+                         KeepLayouts
+
+A compile cache may answer any of these steps. Then no code here runs; what is in the cached code is all that counts, so
+the uuids below name everything that the code depends on.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx
+
+from ssdtrain_fx._torch_private import inductor as private
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
+from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
+
+Observer = Callable[[OffloadedStep], None]
+
+
+@functools.cache
+def _source_hash() -> str:
+    """Hash of this package's source: another version of a pass must not meet the cached graphs of this one."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+class OffloadPartitioner(private.CustomPartitionerFn):
+    """Partitions as Inductor would, then rewrites the two graphs."""
+
+    def __init__(self, config: OffloadConfig, observe: Observer | None = None) -> None:
+        self.config = config
+        self.observe = observe
+        self.inner: private.CustomPartitionerFn | None = private.current_setting("custom_partitioner_fn")
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        partition = self.inner or min_cut_rematerialization_partition
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        step = offload_saved_tensors(
+            forward, backward, num_forward_outputs=kwargs["num_fwd_outputs"], config=self.config
+        )
+        if self.observe is not None:
+            self.observe(step)
+        return step.forward, step.backward
+
+    def uuid(self) -> str:
+        inner = self.inner.uuid() if self.inner is not None else None
+        return f"ssdtrain_fx {_source_hash()} {self.config!r} {inner!r}"
+
+
+class KeepLayouts(private.CustomGraphPass):
+    """Gives an offloaded tensor the layout that Inductor would give it, were it still returned for backward.
+
+    Runs last on every graph; leaves graphs without offloads alone.
+    """
+
+    def __init__(self) -> None:
+        self.inner: Any = private.current_setting("post_grad_custom_post_pass")
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for inner in private.as_passes(self.inner):
+            inner(graph)
+        sources = [node.args[0] for node in find(graph, OFFLOAD)]
+        if sources:
+            private.require_layout_of_outputs(graph, [node for node in sources if isinstance(node, fx.Node)])
+
+    def uuid(self) -> str:
+        inner = [inner.uuid() for inner in private.as_passes(self.inner)]
+        return f"ssdtrain_fx {_source_hash()} {inner!r}"
+
+
+class _CompileBothHalves:
+    """Inductor's ``inner_compile`` for one graph: forward tells backward the layouts of what it offloads."""
+
+    def __init__(self) -> None:
+        self.stride_by_token: dict[str, tuple[int, ...]] = {}
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
+        # Both names are taken before compiling: Inductor rewrites the graph that it is given.
+        name_by_token = {release.name: _offload_name(release) for release in find(gm.graph, RELEASE)}
+        for reload in find(gm.graph, RELOAD):
+            token, size, stride, *rest = reload.args
+            assert isinstance(token, fx.Node)
+            reload.args = (token, size, list(self.stride_by_token.get(token.name, stride)), *rest)
+        code = private.compile_fx_inner(gm, example_inputs, **kwargs)
+        if name_by_token:
+            strides = private.offload_strides_in(code, "torch.ops.ssdtrain.offload.default")
+            for token_name, name in name_by_token.items():
+                if name in strides:
+                    self.stride_by_token[token_name] = strides[name]
+        return code
+
+
+def _offload_name(release: fx.Node) -> str:
+    offload = release.args[0]
+    assert isinstance(offload, fx.Node) and isinstance(offload.args[2], str)
+    return offload.args[2]
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: OffloadConfig,
+    *,
+    mode: str | None = None,
+    observe: Observer | None = None,
+) -> Any:
+    """What ``torch.compile(backend="inductor", mode=mode)`` does, with offloading."""
+    private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT)
+    patches: dict[str, Any] = {
+        "custom_partitioner_fn": OffloadPartitioner(config, observe),
+        "post_grad_custom_post_pass": KeepLayouts(),
+    }
+    if mode is not None:
+        patches |= private.options_of_mode(mode)
+    halves = _CompileBothHalves()
+
+    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
+        return halves(gm, example_inputs, **kwargs)
+
+    return private.compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)

@@ -1,0 +1,102 @@
+"""Alias sets: which nodes of a graph share a storage.
+
+Asked of the FakeTensors in ``node.meta["val"]``, so views, ``getitem`` and multi-output ops need no list of ops. One
+trap is avoided: a recomputed node carries the same FakeTensor as its original, though at run time it makes a storage
+of its own. So a node shares a storage only with its *inputs*; otherwise it allocates a new one.
+
+    base = addmm(...)          # storage 0, allocator
+    q    = view(base[...])     # storage 0
+    out, stats = norm(q)       # storages 1 and 2, born at the tuple, exposed by getitem
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from ssdtrain_fx import _torch_private
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """Memory that one or more nodes view."""
+
+    idx: int
+    allocator: fx.Node
+    """The node that creates it; for a multi-output op the node with the tuple."""
+    members: tuple[fx.Node, ...]
+    """Every node whose value is a tensor on this storage, in graph order."""
+    size_bytes: int | torch.SymInt
+
+    @property
+    def is_input(self) -> bool:
+        """True for what a caller passes in: parameters, buffers, user data, tangents."""
+        return self.allocator.op in ("placeholder", "get_attr")
+
+    @property
+    def hint_bytes(self) -> int:
+        """Size for estimates. Raises ValueError when the size depends on data."""
+        return _torch_private.size_hint(self.size_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AliasSets:
+    """All storages of a graph, in the order of their allocators."""
+
+    storages: tuple[Storage, ...]
+    by_node: Mapping[fx.Node, tuple[int, ...]]
+    """Indices of the storages that a node's value holds: one for a tensor, several for a tuple, none otherwise."""
+
+    def of(self, node: fx.Node) -> Storage | None:
+        """The storage of a node whose value is one tensor; None for everything else."""
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return None
+        found = self.by_node[node]
+        return self.storages[found[0]] if found else None
+
+
+def find_alias_sets(graph: fx.Graph) -> AliasSets:
+    """Group the nodes of ``graph`` by storage. Needs ``meta["val"]`` on every node that makes a tensor."""
+    keys_of: dict[fx.Node, dict[int, int]] = {}
+    allocators: list[fx.Node] = []
+    sizes: list[int | torch.SymInt] = []
+    members: list[list[fx.Node]] = []
+    for node in graph.nodes:
+        inherited: dict[int, int] = {}
+        for source in node.all_input_nodes:
+            for key, idx in keys_of[source].items():
+                inherited.setdefault(key, idx)
+        own: dict[int, int] = {}
+        if node.op != "output":
+            value = node.meta.get("val")
+            for tensor in _strided_tensors(value):
+                key = _torch_private.storage_key(tensor)
+                if key in own:
+                    continue
+                idx = inherited.get(key)
+                if idx is None:
+                    idx = len(allocators)
+                    allocators.append(node)
+                    sizes.append(tensor.untyped_storage().nbytes())
+                    members.append([])
+                own[key] = idx
+                if isinstance(value, torch.Tensor):
+                    members[idx].append(node)
+        keys_of[node] = own
+    storages = tuple(
+        Storage(idx=idx, allocator=allocator, members=tuple(members[idx]), size_bytes=sizes[idx])
+        for idx, allocator in enumerate(allocators)
+    )
+    return AliasSets(storages=storages, by_node={node: tuple(keys.values()) for node, keys in keys_of.items()})
+
+
+def _strided_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors with a plain storage in a node's value (sparse and opaque ones have none to move)."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            yield leaf

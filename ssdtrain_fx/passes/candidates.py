@@ -1,0 +1,170 @@
+"""Which saved storages may be offloaded, and for every other one the reason why not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ssdtrain_fx import _torch_private
+from ssdtrain_fx.passes.alias_sets import AliasSets, Storage
+from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
+
+TOKEN_BYTES = 8
+SUPPORTED_DEVICES = ("cpu", "cuda")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A storage that is saved for backward."""
+
+    storage: Storage
+    saved_nodes: tuple[fx.Node, ...]
+    representative: fx.Node | None
+    """The node to move; None when the storage must stay."""
+    reason_to_keep: str
+    """Empty when the storage may be offloaded."""
+
+
+def find_candidates(joint: ScheduledJointGraph, alias_sets: AliasSets, *, min_tensor_bytes: int) -> tuple[Candidate, ...]:
+    """One candidate per storage that backward reads, in the order of allocation."""
+    saved_by_storage: dict[int, list[fx.Node]] = {}
+    for node in joint.saved:
+        storage = alias_sets.of(node)
+        if storage is not None:
+            saved_by_storage.setdefault(storage.idx, []).append(node)
+    outputs = _storages_of(joint.forward_outputs, alias_sets)
+    gradients = _storages_of(joint.gradients, alias_sets)
+    written = _written_storages(joint.graph, alias_sets)
+
+    candidates: list[Candidate] = []
+    for idx in sorted(saved_by_storage):
+        storage, saved_nodes = alias_sets.storages[idx], saved_by_storage[idx]
+        representative = _find_representative(storage, saved_nodes)
+        reason = (
+            _reason_of_role(storage, outputs, gradients, written)
+            or _reason_of_value(saved_nodes[0])
+            or _reason_of_size(storage, min_tensor_bytes)
+            or ("" if representative is not None else "no node covers the storage: only a part of it is in this graph")
+        )
+        candidates.append(
+            Candidate(
+                storage=storage,
+                saved_nodes=tuple(saved_nodes),
+                representative=None if reason else representative,
+                reason_to_keep=reason,
+            )
+        )
+    return tuple(candidates)
+
+
+def view_path(node: fx.Node, representative: fx.Node, members: Iterable[fx.Node]) -> list[fx.Node] | None:
+    """The view ops that lead from ``representative`` to ``node``, in order; None when there is no such path.
+
+    Every other argument of a view op must be a number or a symbol, so that backward can run it again.
+    """
+    members = set(members)
+    path: list[fx.Node] = []
+    while node is not representative:
+        sources = [source for source in node.all_input_nodes if source in members]
+        others = [source for source in node.all_input_nodes if source not in members]
+        if len(sources) != 1 or any(not _is_symbol(other) for other in others):
+            return None
+        path.append(node)
+        node = sources[0]
+    return path[::-1]
+
+
+def _find_representative(storage: Storage, saved_nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """The saved tensor itself where it alone covers the storage, else the earliest node from which all can be rebuilt."""
+    tries = [*saved_nodes, *storage.members] if len(saved_nodes) == 1 else storage.members
+    for node in tries:
+        if _covers(node, storage) and all(view_path(s, node, storage.members) is not None for s in saved_nodes):
+            return node
+    return None
+
+
+def _covers(node: fx.Node, storage: Storage) -> bool:
+    """Does this tensor use every byte of its storage exactly once?"""
+    value: torch.Tensor = node.meta["val"]
+    if value.is_conj() or value.is_neg():
+        return False
+    try:
+        sizes = [_torch_private.size_hint(size) for size in value.shape]
+        strides = [_torch_private.size_hint(stride) for stride in value.stride()]
+        offset = _torch_private.size_hint(value.storage_offset())
+        storage_bytes = storage.hint_bytes
+    except ValueError:
+        return False
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return offset == 0 and expected * value.element_size() == storage_bytes
+
+
+def _reason_of_role(storage: Storage, outputs: set[int], gradients: set[int], written: set[int]) -> str:
+    if storage.is_input:
+        return "graph input: a parameter, a buffer or data that the caller holds"
+    if storage.idx in outputs:
+        return "graph output: the caller holds it, offloading would free nothing"
+    if storage.idx in gradients:
+        return "returned as a gradient"
+    if storage.idx in written:
+        return "written in place"
+    return ""
+
+
+def _reason_of_value(node: fx.Node) -> str:
+    value: torch.Tensor = node.meta["val"]
+    if type(value) is not FakeTensor:
+        return f"tensor subclass {type(value).__name__}"
+    if value.is_quantized:
+        return "quantized tensor"
+    if value.device.type not in SUPPORTED_DEVICES:
+        return f"device {value.device.type} is not one of {', '.join(SUPPORTED_DEVICES)}"
+    return ""
+
+
+def _reason_of_size(storage: Storage, min_tensor_bytes: int) -> str:
+    try:
+        size_bytes = storage.hint_bytes
+    except ValueError:
+        return "its size depends on data"
+    if size_bytes == 0:
+        return "empty"
+    if size_bytes <= TOKEN_BYTES:
+        return f"{size_bytes} bytes: not larger than the token that would stand for it"
+    if size_bytes < min_tensor_bytes:
+        return f"{size_bytes} bytes: below min_tensor_bytes={min_tensor_bytes}"
+    return ""
+
+
+def _storages_of(values: Iterable[object], alias_sets: AliasSets) -> set[int]:
+    return {idx for value in values if isinstance(value, fx.Node) for idx in alias_sets.by_node[value]}
+
+
+def _written_storages(graph: fx.Graph, alias_sets: AliasSets) -> set[int]:
+    """Storages that some op mutates. A higher-order op with "mutation" in its name may write any of its inputs."""
+    written: set[int] = set()
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+            schema = node.target._schema  # pyright: ignore[reportPrivateUsage]
+            if schema.is_mutable:
+                pairs = [*zip(schema.arguments, node.args, strict=False)]
+                pairs += [(arg, node.kwargs[arg.name]) for arg in schema.arguments if arg.name in node.kwargs]
+                for argument, value in pairs:
+                    if argument.alias_info is not None and argument.alias_info.is_write:
+                        leaves = value if isinstance(value, (tuple, list)) else [value]
+                        written |= _storages_of(leaves, alias_sets)
+        elif "mutation" in str(node.target):
+            written |= _storages_of(node.all_input_nodes, alias_sets)
+    return written
+
+
+def _is_symbol(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -1,0 +1,214 @@
+"""Insert the four nodes of every offloaded storage at the positions that the plan names.
+
+    before   a = gelu(h)                                 # f32[8, 512, 1536]  24 MiB  saved for backward
+             y = mm(a, w)
+             backward_starts()
+             gw = mm(gy, a)
+
+    after    a = gelu(h)
+             t = offload(a)                              # starts to leave
+             y = mm(a, w)
+             t1 = release(t, a)                          # a is alive until here, and free from here on
+             backward_starts()
+             a1 = reload(t1, [8, 512, 1536], ...)        # allocated here, starts to come back
+             wait(a1, t1)                                # the data is there
+             gw = mm(gy, a1)
+
+Saved views of one storage are rebuilt behind the wait by running their view ops again on the reloaded tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import Argument, map_arg
+
+from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.passes.candidates import Candidate, view_path
+from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
+from ssdtrain_fx.passes.plan import Offload, Plan
+
+
+class _Step(enum.IntEnum):
+    """What may stand at one position, in this order.
+
+    A release makes room before the next offload, unless it is the release of that very offload. A storage that is
+    needed at once is asked for before anything is waited for; every other reload comes after the waits, when the
+    in-flight window has room again.
+    """
+
+    RELEASE = 0
+    OFFLOAD = 1
+    RELEASE_AT_ONCE = 2
+    RELOAD_AT_ONCE = 3
+    WAIT = 4
+    RELOAD = 5
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Chain:
+    """The nodes of one storage that exist so far."""
+
+    candidate: Candidate
+    source: fx.Node
+    size: Sequence[int | fx.Node] = ()
+    stride: Sequence[int | fx.Node] = ()
+    token: fx.Node | None = None
+    reloaded: fx.Node | None = None
+
+
+def insert_offloads(
+    joint: ScheduledJointGraph, plan: Plan, candidates: Sequence[Candidate], *, engine: str
+) -> ScheduledJointGraph:
+    """Rewrite ``joint`` in place so that it executes ``plan``. A plan that keeps everything changes nothing.
+
+    Args:
+        candidates: those that the plan was made from, in the same order.
+        engine: what the ops are told about the engine (``EngineConfig.to_argument()``).
+
+    Raises:
+        InternalError: the plan does not belong to this graph.
+    """
+    if len(candidates) != len(plan.storages):
+        raise InternalError(f"a plan for {len(plan.storages)} storages was applied to a graph with {len(candidates)}.")
+    positions = joint.positions()
+    nodes = list(joint.graph.nodes)
+    steps: list[tuple[int, _Step, _Chain]] = []
+    for candidate, storage in zip(candidates, plan.storages, strict=True):
+        decision = storage.decision
+        if not isinstance(decision, Offload):
+            continue
+        source = candidate.representative
+        if source is None or source.name != decision.representative:
+            raise InternalError(f"the plan moves {decision.representative!r}, the graph has {source} there.")
+        chain = _Chain(candidate, source)
+        release = _Step.RELEASE_AT_ONCE if decision.release == decision.offload else _Step.RELEASE
+        reload = _Step.RELOAD_AT_ONCE if decision.reload == decision.wait else _Step.RELOAD
+        steps += [
+            (decision.offload, _Step.OFFLOAD, chain),
+            (decision.release, release, chain),
+            (decision.reload, reload, chain),
+            (decision.wait, _Step.WAIT, chain),
+        ]
+    for position, step, chain in sorted(steps, key=lambda item: item[:2]):
+        with joint.graph.inserting_before(nodes[position]):
+            if step is _Step.OFFLOAD:
+                _insert_offload(joint, chain, engine)
+            elif step in (_Step.RELEASE, _Step.RELEASE_AT_ONCE):
+                _insert_release(joint.graph, chain)
+            elif step is _Step.WAIT:
+                replicas = _insert_wait(joint.graph, chain)
+                _redirect_backward_reads(replicas, positions, positions[joint.marker])
+            else:
+                _insert_reload(joint.graph, chain)
+    joint.gm.recompile()
+    return joint
+
+
+def _insert_offload(joint: ScheduledJointGraph, chain: _Chain, engine: str) -> None:
+    graph, source = joint.graph, chain.source
+    value = _value(source)
+    symbols = {
+        node.meta["val"].node.expr: node
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("val"), torch.SymInt)
+    }
+
+    def as_arguments(numbers: Sequence[int | torch.SymInt], read: torch._ops.OpOverload) -> list[int | fx.Node]:  # pyright: ignore[reportPrivateUsage]
+        """Backward gets symbols from forward: the symbol itself, or what forward reads off the tensor."""
+        arguments: list[int | fx.Node] = []
+        for dim, number in enumerate(numbers):
+            if isinstance(number, int):
+                arguments.append(number)
+                continue
+            symbol = symbols.get(number.node.expr)
+            if symbol is None:
+                symbol = graph.call_function(read, (source, dim))
+                symbol.meta["val"] = number
+            arguments.append(symbol)
+        return arguments
+
+    chain.size = as_arguments(value.shape, torch.ops.aten.sym_size.int)
+    chain.stride = as_arguments(value.stride(), torch.ops.aten.sym_stride.int)
+    # The compiler that picks the layout of the source fills in its strides.
+    chain.token = graph.call_function(OFFLOAD, (source, [], source.name, engine))
+    _annotate(chain.token, source, _fake_token(value))
+
+
+def _insert_release(graph: fx.Graph, chain: _Chain) -> None:
+    token = graph.call_function(RELEASE, (chain.token, chain.source))
+    _annotate(token, chain.source, _fake_token(_value(chain.source)))
+    chain.token = token
+
+
+def _insert_reload(graph: fx.Graph, chain: _Chain) -> None:
+    value = _value(chain.source)
+    size, stride = list(chain.size), list(chain.stride)
+    chain.reloaded = graph.call_function(RELOAD, (chain.token, size, stride, value.dtype, value.device))
+    with _fake_mode(value):
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    _annotate(chain.reloaded, chain.source, fake)
+
+
+def _insert_wait(graph: fx.Graph, chain: _Chain) -> Mapping[fx.Node, fx.Node]:
+    """Returns what stands for every saved tensor from here on."""
+    assert chain.reloaded is not None
+    wait = graph.call_function(WAIT, (chain.reloaded, chain.token))
+    _annotate(wait, chain.source, None)
+    replicas = {chain.source: chain.reloaded}
+    for saved in chain.candidate.saved_nodes:
+        path = view_path(saved, chain.source, chain.candidate.storage.members)
+        assert path is not None
+        for view in path:
+            if view not in replicas:
+                replica = graph.node_copy(view, lambda node: replicas.get(node, node))
+                replica.meta = dict(view.meta)
+                replica.meta["val"] = _run_fake(replica)
+                replicas[view] = replica
+    return replicas
+
+
+def _redirect_backward_reads(replicas: Mapping[fx.Node, fx.Node], positions: Mapping[fx.Node, int], marker: int) -> None:
+    for original, replica in replicas.items():
+        for user in list(original.users):
+            if positions.get(user, -1) > marker:
+                user.replace_input_with(original, replica)
+
+
+def _run_fake(node: fx.Node) -> object:
+    """The value of a view of a reloaded tensor: it shares the storage of that tensor, not of the original."""
+
+    def value_of(source: fx.Node) -> Argument:
+        return source.meta["val"]
+
+    assert callable(node.target)
+    reloaded = next(value for source in node.all_input_nodes if isinstance(value := source.meta["val"], FakeTensor))
+    with _fake_mode(reloaded):
+        return node.target(*map_arg(node.args, value_of), **map_arg(node.kwargs, value_of))
+
+
+def _annotate(node: fx.Node, source: fx.Node, value: object) -> None:
+    """Give a new node its value, and the origin of the tensor that it moves, so that dumps stay readable."""
+    for name in ("stack_trace", "nn_module_stack"):
+        if name in source.meta:
+            node.meta[name] = source.meta[name]
+    node.meta["val"] = value
+
+
+def _value(node: fx.Node) -> FakeTensor:
+    return node.meta["val"]
+
+
+def _fake_mode(value: FakeTensor) -> FakeTensorMode:
+    return value.fake_mode
+
+
+def _fake_token(value: FakeTensor) -> torch.Tensor:
+    with _fake_mode(value):
+        return torch.empty((1,), dtype=torch.int64)

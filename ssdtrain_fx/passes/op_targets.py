@@ -1,0 +1,20 @@
+"""The four ops as call targets. Passes tell our nodes by target, never by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+import ssdtrain_fx.runtime.ops as _registered  # the names below exist once the ops are registered
+
+OFFLOAD = torch.ops.ssdtrain.offload.default
+RELEASE = torch.ops.ssdtrain.release.default
+RELOAD = torch.ops.ssdtrain.reload.default
+WAIT = torch.ops.ssdtrain.wait.default
+OPS = (OFFLOAD, RELEASE, RELOAD, WAIT)
+assert _registered
+
+
+def find(graph: fx.Graph, target: object) -> list[fx.Node]:
+    """All calls of ``target`` in graph order."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target is target]

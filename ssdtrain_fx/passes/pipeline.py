@@ -1,0 +1,79 @@
+"""The pipeline, on one screen: from a partitioned training step to one that offloads.
+
+    join -> find_alias_sets -> find_candidates -> plan_offloads -> insert_offloads -> verify_offloads -> split
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from torch import fx
+
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.passes.alias_sets import find_alias_sets
+from ssdtrain_fx.passes.candidates import find_candidates
+from ssdtrain_fx.passes.insert_offloads import insert_offloads
+from ssdtrain_fx.passes.joint_graph import join, split
+from ssdtrain_fx.passes.plan import Plan
+from ssdtrain_fx.passes.plan_offloads import plan_offloads
+from ssdtrain_fx.passes.verify_offloads import verify_offloads
+from ssdtrain_fx.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OffloadedStep:
+    """What the pipeline makes of one training step."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    plan: Plan
+    joint_before: str
+    joint_after: str
+
+
+def offload_saved_tensors(
+    forward: fx.GraphModule, backward: fx.GraphModule, *, num_forward_outputs: int, config: OffloadConfig
+) -> OffloadedStep:
+    """Rewrite a partitioned training step so that saved tensors leave memory between forward and backward.
+
+    Args:
+        forward, backward: as a partitioner of ``functorch.compile`` returns them; neither is changed.
+        num_forward_outputs: how many results of ``forward`` are not saved for backward.
+
+    Raises:
+        BudgetError: ``memory_budget_bytes`` is out of reach.
+        InternalError: the rewritten graph breaks an invariant.
+    """
+    joint = join(forward, backward, num_forward_outputs=num_forward_outputs)
+    before = joint.text()
+    alias_sets = find_alias_sets(joint.graph)
+    candidates = find_candidates(joint, alias_sets, min_tensor_bytes=config.min_tensor_bytes)
+    plan = plan_offloads(
+        joint,
+        alias_sets,
+        candidates,
+        keep_what_is_needed_soon=config.policy == "auto",
+        in_flight_bytes=config.in_flight_bytes,
+        memory_budget_bytes=config.memory_budget_bytes,
+    )
+    log.info(
+        "predicted activation peak %s -> %s, %s out and back in %d of %d saved storages",
+        format_bytes(plan.peak_before_bytes),
+        format_bytes(plan.peak_after_bytes),
+        format_bytes(plan.offloaded_bytes),
+        len(plan.offloaded),
+        len(plan.storages),
+    )
+    for storage in plan.storages:
+        log.debug("%s %s%s: %s", storage.name, storage.dtype, list(storage.shape), storage.decision)
+    if not plan.offloaded:
+        return OffloadedStep(forward, backward, plan, before, before)
+    insert_offloads(joint, plan, candidates, engine=config.engine_config().to_argument())
+    verify_offloads(joint)
+    after = joint.text()
+    log.debug("scheduled joint graph with offloads:\n%s", after)
+    new_forward, new_backward = split(joint)
+    return OffloadedStep(new_forward, new_backward, plan, before, after)

@@ -1,0 +1,114 @@
+"""The verifier: every invariant of a rewritten joint graph, checked on the graph itself and not on the plan.
+
+- An offload moves a storage that the graph allocates, that no one holds outside and no op writes; once per storage.
+- Its token goes to exactly one release, in forward, with the very same tensor.
+- Nothing reads the storage after the release: not in forward, and in backward not at all.
+- A reload stands in backward, takes a released token, and asks for the shape, strides and dtype that were offloaded.
+- Every read of a reloaded storage is dominated by its wait (the graph is straight-line code: the wait stands before it).
+
+A violation raises InternalError with the nodes around the offender.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import fx
+
+from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.passes.alias_sets import AliasSets, Storage, find_alias_sets
+from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
+
+
+def verify_offloads(joint: ScheduledJointGraph) -> None:
+    """Raises InternalError when the rewritten graph breaks an invariant (see the head of this file)."""
+    graph = joint.graph
+    graph.lint()
+    positions = joint.positions()
+    marker = positions[joint.marker]
+    alias_sets = find_alias_sets(graph)
+    held = {
+        idx
+        for value in (*joint.forward_outputs, *joint.gradients)
+        if isinstance(value, fx.Node)
+        for idx in alias_sets.by_node[value]
+    }
+    seen: set[int] = set()
+    for offload in find(graph, OFFLOAD):
+        source = offload.args[0]
+        storage = _storage_of(source, alias_sets, offload)
+        if positions[offload] > marker:
+            _fail(offload, "an offload stands in backward")
+        if storage.is_input or storage.idx in held:
+            _fail(offload, "the offloaded storage is held outside the graph")
+        if storage.idx in seen:
+            _fail(offload, "the storage is offloaded twice")
+        seen.add(storage.idx)
+        release = _only_user(offload, RELEASE)
+        if release.args != (offload, source) or positions[release] > marker:
+            _fail(release, "a release must stand in forward and take the offloaded tensor itself")
+        for member in storage.members:
+            for user in member.users:
+                if positions[user] > positions[release]:
+                    _fail(user, f"reads {member} after {release}")
+        for user in release.users:
+            if user.target not in (RELOAD, WAIT):
+                _fail(user, "uses the token of an offload")
+        if not any(user.target is RELOAD for user in release.users):
+            _fail(release, "the storage is never reloaded")
+    for release in find(graph, RELEASE):
+        if not (isinstance(release.args[0], fx.Node) and release.args[0].target is OFFLOAD):
+            _fail(release, "a release without an offload")
+    for reload in find(graph, RELOAD):
+        _verify_reload(reload, positions, marker, alias_sets)
+
+
+def _verify_reload(reload: fx.Node, positions: dict[fx.Node, int], marker: int, alias_sets: AliasSets) -> None:
+    token = reload.args[0]
+    if not (isinstance(token, fx.Node) and token.target is RELEASE):
+        _fail(reload, "a reload must take the token that a release returned")
+    if positions[reload] < marker:
+        _fail(reload, "a reload stands in forward")
+    source = token.args[1]
+    assert isinstance(source, fx.Node)
+    was, now = source.meta["val"], reload.meta["val"]
+    if (was.shape, was.stride(), was.dtype, was.device) != (now.shape, now.stride(), now.dtype, now.device):
+        _fail(reload, f"reloads {_describe(now)}, but {_describe(was)} was offloaded")
+    waits = [user for user in reload.users if user.target is WAIT]
+    if len(waits) != 1 or waits[0].args != (reload, token):
+        _fail(reload, "a reload needs exactly one wait, with the same token")
+    for member in _storage_of(reload, alias_sets, reload).members:
+        for user in member.users:
+            if user is not waits[0] and positions[user] < positions[waits[0]]:
+                _fail(user, f"reads {member} before {waits[0]}")
+
+
+def _storage_of(node: object, alias_sets: AliasSets, offender: fx.Node) -> Storage:
+    storage = alias_sets.of(node) if isinstance(node, fx.Node) else None
+    if storage is None:
+        _fail(offender, f"{node} is not a tensor with a storage")
+    return storage
+
+
+def _only_user(node: fx.Node, target: object) -> fx.Node:
+    users = list(node.users)
+    if len(users) != 1 or users[0].target is not target:
+        _fail(node, f"expected one user, a {target}; found {users}")
+    return users[0]
+
+
+
+def _describe(value: torch.Tensor) -> str:
+    return f"{value.dtype} {tuple(value.shape)} with strides {tuple(value.stride())} on {value.device}"
+
+
+def _fail(offender: fx.Node, message: str) -> NoReturn:
+    nodes = list(offender.graph.nodes)
+    at = nodes.index(offender)
+    around = [
+        f"{'->' if idx == at else '  '} {idx:5d}  {nodes[idx].format_node()}"
+        for idx in range(max(0, at - 5), min(len(nodes), at + 6))
+    ]
+    raise InternalError(f"{offender.name}: {message}.\n" + "\n".join(around))

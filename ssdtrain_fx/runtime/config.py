@@ -1,0 +1,33 @@
+"""How an engine is configured, as a value that fits into one string argument of an op."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Literal
+
+IOPath = Literal["auto", "posix", "kvikio"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Everything an engine must know. Equal values share one engine within a process."""
+
+    ssd_dir: str | None = None
+    io: IOPath = "auto"
+    host_budget_bytes: int | None = None
+    checksum: bool = False
+
+    def to_argument(self) -> str:
+        """The string that the compiled graph carries; only what differs from the defaults is written."""
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        return json.dumps(changed, sort_keys=True)
+
+    @classmethod
+    def from_argument(cls, argument: str) -> EngineConfig:
+        """Inverse of :meth:`to_argument`."""
+        return cls(**json.loads(argument))

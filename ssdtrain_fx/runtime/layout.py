@@ -1,0 +1,62 @@
+"""Where the bytes of a strided tensor lie, and whether they can be moved as one run of memory.
+
+Example: a (4, 6) view of the first 6 columns of a (4, 8) float32 matrix has strides (8, 1). Its span is
+1 + 3*8 + 5*1 = 30 elements = 120 bytes for 24 elements, 1.25 times its size: the span is moved, holes included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MAX_SPAN_RATIO = 1.5
+"""Beyond this a dense copy costs less than moving the holes. A guess, not measured."""
+
+
+def span_elements(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last one of the tensor, holes included; 0 for an empty tensor."""
+    span = 1
+    for length, step in zip(size, stride, strict=True):
+        if length == 0:
+            return 0
+        span += (length - 1) * step
+    return span
+
+
+def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether two indices may share one element. Interleaved layouts that happen not to overlap count as overlapping."""
+    inner_span = 1
+    for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length > 1):
+        if step < inner_span:
+            return True
+        inner_span += (length - 1) * step
+    return False
+
+
+def same_layout(size: Sequence[int], stride: Sequence[int], other_stride: Sequence[int]) -> bool:
+    """Whether both strides name the same elements; the stride of a dimension of size 1 means nothing."""
+    return all(
+        length <= 1 or step == other for length, step, other in zip(size, stride, other_stride, strict=True)
+    )
+
+
+def movable(x: Tensor) -> Tensor:
+    """``x`` itself if the bytes it spans can be moved as they lie, else a dense copy of it."""
+    if x.is_conj() or x.is_neg():  # the flag is not in the bytes
+        return x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    if x.is_contiguous():
+        return x
+    size, stride = x.size(), x.stride()
+    if overlaps(size, stride) or span_elements(size, stride) > MAX_SPAN_RATIO * x.numel():
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def copy_elements(source: Tensor, target: Tensor) -> None:
+    """Copy by index, into a ``target`` of any layout; a dimension of stride 0 is written once."""
+    for dim, (length, step) in enumerate(zip(target.size(), target.stride(), strict=True)):
+        if length > 1 and step == 0:
+            source, target = source.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
+    target.copy_(source)

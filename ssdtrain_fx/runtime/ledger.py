@@ -1,0 +1,304 @@
+"""What one engine knows: entries, chunks, fills, slots and counters, behind one lock.
+
+The life of a chunk, the unit of transfer::
+
+    SOURCE -> COPYING -> STAGED -> WRITING -> ON_DISK
+       |                   |          '-----> KEPT        (the write failed: the bytes stay in ordinary memory)
+       '-------------------'----------------> CANCELLED   (the last token died first)
+
+Guarantees:
+
+* A chunk's bytes are in at least one place at any time until its entry is dead.
+* A slot is freed once its entry is dead and nothing of it is in flight, never before.
+* No tensor is destroyed with the lock held: what must go is put into ``trash``, which is emptied without the lock.
+  Otherwise 1. a thread drops the last reference to a tensor under the lock, 2. a finaliser of the user runs and calls
+  an op, 3. the thread waits for the lock it holds.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import logging
+import threading
+import weakref
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx.errors import ActivationLostError, InternalError
+from ssdtrain_fx.runtime.movers import Mark, Region
+from ssdtrain_fx.runtime.slots import Slot, SlotAllocator
+from ssdtrain_fx.runtime.spill_file import ChunkFile
+from ssdtrain_fx.runtime.staging import StagingBuffer
+from ssdtrain_fx.runtime.tokens import Owner
+
+log = logging.getLogger(__name__)
+
+TRIM_ABOVE_BYTES = 1 << 30
+"""A smaller file is never cut while the engine is open. A guess."""
+
+
+class ChunkState(enum.Enum):
+    SOURCE = enum.auto()
+    COPYING = enum.auto()
+    STAGED = enum.auto()
+    WRITING = enum.auto()
+    ON_DISK = enum.auto()
+    KEPT = enum.auto()
+    CANCELLED = enum.auto()
+
+
+class Chunk:
+    """``length`` bytes of an entry, from byte ``start`` on."""
+
+    __slots__ = ("checksum", "copied", "entry", "kept", "length", "staging", "start", "state", "waiting_fills")
+
+    def __init__(self, entry: Entry, start: int, length: int) -> None:
+        self.entry = entry
+        self.start = start
+        self.length = length
+        self.state = ChunkState.SOURCE
+        self.staging: StagingBuffer | None = None
+        self.copied: Mark = None
+        """When the bytes are in ``staging``."""
+        self.kept: Tensor | None = None
+        self.checksum = 0
+        self.waiting_fills: list[Fill] = []
+        """Reloads that came before the bytes left the tensor."""
+
+
+class Entry:
+    """One offloaded tensor."""
+
+    __slots__ = (
+        "address",
+        "busy",
+        "byte_count",
+        "chunks",
+        "dead",
+        "device",
+        "dtype",
+        "fills",
+        "has_kept",
+        "name",
+        "owner",
+        "ready",
+        "size",
+        "slot",
+        "source",
+        "stored_stride",
+        "stride",
+        "uncopied",
+        "unsafe",
+        "waited_addresses",
+    )
+
+    def __init__(self, x: Tensor, name: str, source: Tensor, byte_count: int, ready: Mark) -> None:
+        self.name = name
+        self.address = x.data_ptr()
+        self.size = tuple(x.size())
+        self.stride = x.stride()
+        self.stored_stride = source.stride()
+        self.dtype = x.dtype
+        self.device = x.device
+        self.byte_count = byte_count
+        self.source: Region | None = Region(source, byte_count)
+        self.ready = ready
+        """When the tensor is complete."""
+        self.owner: weakref.ref[Owner]
+        self.slot: Slot | None = None
+        self.chunks: list[Chunk] = []
+        self.fills: dict[int, Fill] = {}
+        """By the address of the tensor that ``reload`` returned, until ``wait`` has succeeded."""
+        self.waited_addresses: set[int] = set()
+        self.uncopied = 0
+        """Chunks whose copy out of the tensor has not been issued; ``release`` waits for 0."""
+        self.unsafe = 0
+        """Chunks whose copy out of the tensor may not be over; ``source`` must live until 0."""
+        self.busy = 0
+        """Chunks on their way to the file, and reads; the slot is in use until 0."""
+        self.has_kept = False
+        self.dead = False
+
+
+class Fill:
+    """One reload: the bytes of ``entry`` on their way into ``target``."""
+
+    __slots__ = ("entry", "error", "forwarded", "marks", "ready", "target", "temporary", "unfinished", "unissued")
+
+    def __init__(self, entry: Entry, target: Tensor, temporary: Tensor | None, ready: Mark) -> None:
+        self.entry = entry
+        self.target: Region | None = Region(target if temporary is None else temporary, entry.byte_count)
+        self.temporary = temporary
+        """The bytes in their stored layout, where ``reload`` asked for another one."""
+        self.ready = ready
+        """When the memory of ``target`` may be written."""
+        self.marks: list[Mark] = []
+        self.unissued = len(entry.chunks)
+        """Chunks that ``wait`` has to wait for."""
+        self.unfinished = len(entry.chunks)
+        """Chunks that still need ``target``."""
+        self.error: BaseException | None = None
+        self.forwarded = False
+
+
+@dataclasses.dataclass(slots=True)
+class Counters:
+    """See :class:`ssdtrain_fx.runtime.statistics.Statistics`."""
+
+    offloads: int = 0
+    reloads: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    forwarded: int = 0
+    forwarded_bytes: int = 0
+    kept: int = 0
+    kept_bytes: int = 0
+    cancelled_bytes: int = 0
+    release_stall_s: float = 0.0
+    wait_stall_s: float = 0.0
+    in_flight_bytes: int = 0
+
+
+class Ledger:
+    """The state that the ops and the I/O threads of one engine share. Methods need ``lock``, unless they say otherwise."""
+
+    def __init__(self, file: ChunkFile) -> None:
+        self.lock = threading.Lock()
+        self.progress = threading.Condition(self.lock)
+        """Notified when a release or a wait may go on."""
+        self.file = file
+        self.entries: dict[int, Entry] = {}
+        self.slots = SlotAllocator()
+        self.counters = Counters()
+        self.dead_handles: collections.deque[int] = collections.deque()
+        """Filled by finalisers, without the lock."""
+        self.trash: collections.deque[object] = collections.deque()
+        """Emptied without the lock."""
+        self.closed = False
+        self.failure: BaseException | None = None
+        self.trim_wanted = False
+        self._peak_end_bytes = 0
+        self._warned_of_write_error = False
+
+    def check_usable(self, name: str) -> None:
+        """Raises where waiting any longer would be in vain."""
+        if self.failure is not None:
+            raise InternalError(
+                f"{name!r}: an I/O thread of the engine on {self.file.path} stopped: {self.failure!r}"
+            ) from self.failure
+        if self.closed:
+            raise ActivationLostError(
+                f"{name!r} cannot be read back: the engine on {self.file.path} was closed. "
+                "Close engines only after the last backward."
+            )
+
+    def stop_because_of(self, failure: BaseException) -> None:
+        """An I/O thread met an error that is no I/O error: nobody may wait for it for ever. Takes the lock."""
+        log.error("an I/O thread of the engine on %s stopped", self.file.path, exc_info=failure)
+        with self.lock:
+            self.failure = failure
+            self.progress.notify_all()
+
+    def enter(self, handle: int, entry: Entry, chunk_bytes: int) -> None:
+        """Give ``entry`` its chunks and its slot."""
+        self.entries[handle] = entry
+        self.counters.offloads += 1
+        if entry.byte_count == 0:
+            entry.source = None
+            return
+        entry.slot = self.slots.allocate(entry.byte_count)
+        self._peak_end_bytes = max(self._peak_end_bytes, self.slots.end_bytes)
+        entry.chunks = [
+            Chunk(entry, start, min(chunk_bytes, entry.byte_count - start))
+            for start in range(0, entry.byte_count, chunk_bytes)
+        ]
+        entry.uncopied = entry.unsafe = entry.busy = len(entry.chunks)
+        self.counters.in_flight_bytes += entry.byte_count
+
+    def drain(self) -> None:
+        """Bury the entries whose last token died."""
+        while self.dead_handles:
+            handle = self.dead_handles.popleft()
+            entry = self.entries.get(handle)
+            if entry is None:
+                continue
+            entry.dead = True
+            for chunk in entry.chunks:
+                if chunk.state is ChunkState.SOURCE:
+                    entry.uncopied -= 1
+                    self.cancel(chunk)
+            del self.entries[handle]
+            self._retire_if_idle(entry)
+
+    def cancel(self, chunk: Chunk) -> None:
+        """Forget a chunk of a dead entry, whose write has not begun."""
+        chunk.state = ChunkState.CANCELLED
+        self.counters.cancelled_bytes += chunk.length
+        self.source_is_safe(chunk)
+        self.settle(chunk.entry, chunk.length)
+
+    def source_is_safe(self, chunk: Chunk) -> None:
+        """The device needs the tensor no more for this chunk."""
+        entry = chunk.entry
+        entry.unsafe -= 1
+        if entry.unsafe == 0:
+            self.drop_source(entry)
+
+    def drop_source(self, entry: Entry) -> None:
+        if entry.source is not None:
+            self.trash.append(entry.source)
+            entry.source = None
+
+    def settle(self, entry: Entry, byte_count: int) -> None:
+        """One transfer of ``entry`` less."""
+        self.counters.in_flight_bytes -= byte_count
+        entry.busy -= 1
+        if entry.busy == 0 and entry.dead:
+            self._retire_if_idle(entry)
+
+    def _retire_if_idle(self, entry: Entry) -> None:
+        if entry.busy:
+            return
+        self.drop_source(entry)
+        self.trash.extend(entry.fills.values())
+        entry.fills.clear()
+        self.trash.extend(chunk.kept for chunk in entry.chunks)
+        entry.chunks = []
+        if entry.slot is not None:
+            self.slots.free(entry.slot)
+            entry.slot = None
+        if self.slots.end_bytes == 0:
+            peak, self._peak_end_bytes = self._peak_end_bytes, 0
+            self.trim_wanted = self.file.size_bytes > max(TRIM_ABOVE_BYTES, 2 * peak)
+
+    def report_write_error(self, error: OSError) -> None:
+        """Warn once per engine. Takes the lock."""
+        with self.lock:
+            if self._warned_of_write_error:
+                return
+            self._warned_of_write_error = True
+        log.warning(
+            "cannot write to %s (errno %s: %s): tensors that cannot be written stay in memory. Training goes on with "
+            "the right data and needs more memory than planned. Free disk space or set ssd_dir to another directory.",
+            self.file.path,
+            error.errno,
+            error.strerror or error,
+        )
+
+
+def lost(entry: Entry, path: str, cause: BaseException | None) -> ActivationLostError:
+    """The error for data that did not come back."""
+    where = "no slot" if entry.slot is None else f"bytes {entry.slot.offset_bytes}..{entry.slot.end_bytes}"
+    return ActivationLostError(
+        f"the saved tensor {entry.name!r} ({_describe(entry.dtype, entry.size)}) cannot be read back from {where} of "
+        f"{path}: {cause}. Its gradient would be wrong, so the backward pass stops here. "
+        "Check the disk, or set ssd_dir to another one."
+    )
+
+
+def _describe(dtype: torch.dtype, size: tuple[int, ...]) -> str:
+    """``float32[4, 32]``."""
+    return f"{str(dtype).removeprefix('torch.')}{list(size)}"

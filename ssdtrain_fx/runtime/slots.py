@@ -1,0 +1,117 @@
+"""Byte ranges of one file, handed out and taken back.
+
+Why: one file with recycled slots costs no file creation and no unlink per tensor, and its size stays bounded by the
+largest number of bytes that were offloaded at one time.
+
+Guarantees:
+
+* A slot begins and ends on a multiple of :data:`ALIGNMENT_BYTES`, as direct I/O demands.
+* Two slots in use never overlap.
+* First fit, lowest offset first: the same calls give the same slots.
+* When every slot was freed, the space below ``end_bytes`` is one free range again, and ``end_bytes`` is 0.
+
+Pure bookkeeping: no I/O, no locks. The engine calls it with its lock held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+ALIGNMENT_BYTES = 4096
+
+
+def round_up(size_bytes: int) -> int:
+    """The smallest multiple of the alignment that holds ``size_bytes``: 1 -> 4096, 4096 -> 4096, 4097 -> 8192."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """The half-open byte range ``[offset_bytes, end_bytes)`` of the file."""
+
+    offset_bytes: int
+    size_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        return self.offset_bytes + self.size_bytes
+
+
+class SlotAllocator:
+    """First fit with coalescing over a space that grows when nothing fits."""
+
+    def __init__(self) -> None:
+        self._free: list[Slot] = []  # sorted by offset; no two touch; none touches end_bytes
+        self._in_use: dict[int, Slot] = {}
+        self.end_bytes = 0
+        self.bytes_in_use = 0
+
+    @property
+    def slots_in_use(self) -> int:
+        return len(self._in_use)
+
+    @property
+    def free_ranges(self) -> tuple[Slot, ...]:
+        """Holes below ``end_bytes``, by offset."""
+        return tuple(self._free)
+
+    def allocate(self, size_bytes: int) -> Slot:
+        """A slot of ``size_bytes`` rounded up to the alignment."""
+        if size_bytes <= 0:
+            raise ValueError(f"a slot holds at least one byte, got {size_bytes}")
+        size_bytes = round_up(size_bytes)
+        for index, hole in enumerate(self._free):
+            if hole.size_bytes < size_bytes:
+                continue
+            slot = Slot(hole.offset_bytes, size_bytes)
+            if hole.size_bytes == size_bytes:
+                del self._free[index]
+            else:
+                self._free[index] = Slot(slot.end_bytes, hole.size_bytes - size_bytes)
+            return self._take(slot)
+        slot = Slot(self.end_bytes, size_bytes)
+        self.end_bytes = slot.end_bytes
+        return self._take(slot)
+
+    def allocate_from_end(self, until_bytes: int) -> Slot | None:
+        """The range ``[end_bytes, until_bytes)`` as a slot, or None where it is empty.
+
+        This keeps others out of the tail of the file while it is cut off.
+        """
+        if until_bytes <= self.end_bytes:
+            return None
+        slot = Slot(self.end_bytes, until_bytes - self.end_bytes)
+        self.end_bytes = until_bytes
+        return self._take(slot)
+
+    def free(self, slot: Slot) -> None:
+        """Take ``slot`` back and merge it with the free ranges it touches."""
+        if self._in_use.pop(slot.offset_bytes, None) != slot:
+            raise ValueError(f"{slot} is not in use")
+        self.bytes_in_use -= slot.size_bytes
+        index = self._first_free_after(slot.offset_bytes)
+        start, end = slot.offset_bytes, slot.end_bytes
+        if index < len(self._free) and self._free[index].offset_bytes == end:
+            end = self._free.pop(index).end_bytes
+        if index > 0 and self._free[index - 1].end_bytes == start:
+            index -= 1
+            start = self._free.pop(index).offset_bytes
+        if end == self.end_bytes:
+            self.end_bytes = start
+        else:
+            self._free.insert(index, Slot(start, end - start))
+
+    def _take(self, slot: Slot) -> Slot:
+        self._in_use[slot.offset_bytes] = slot
+        self.bytes_in_use += slot.size_bytes
+        return slot
+
+    def _first_free_after(self, offset_bytes: int) -> int:
+        low, high = 0, len(self._free)
+        while low < high:
+            middle = (low + high) // 2
+            if self._free[middle].offset_bytes < offset_bytes:
+                low = middle + 1
+            else:
+                high = middle
+        return low

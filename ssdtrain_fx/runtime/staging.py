@@ -1,0 +1,88 @@
+"""Aligned chunk buffers between tensors and the file.
+
+Why: direct I/O wants addresses on 4096 bytes, and torch aligns CPU tensors to 64. The buffers are reused because a
+copy into fresh memory costs four times one into warm memory (page faults).
+
+Guarantees:
+
+* A buffer starts on a page and holds ``chunk_bytes``.
+* At least two buffers exist, so that one can be kept free for reads.
+* Memory is taken when a buffer is first used and reused until :meth:`StagingPool.close`.
+* A forked child does not inherit the buffers. Direct I/O in the parent is therefore never disturbed by copy-on-write:
+  without that, 1. a read into a buffer is under way, 2. the process forks and writes to the page, so that it gets a
+  copy, 3. the device goes on filling the old page, and the data is lost.
+
+The pool itself takes no lock: the lane that owns it calls it with the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+from torch import Tensor
+
+CHUNK_BYTES = 4 << 20
+CPU_BUDGET_BYTES = 32 << 20
+CUDA_BUDGET_BYTES = 1 << 30
+MIN_BUFFERS = 2
+
+
+class StagingBuffer:
+    """One chunk of page-aligned memory. ``users`` counts who still needs its content."""
+
+    __slots__ = ("address", "pinned", "size_bytes", "users", "view")
+
+    def __init__(self, size_bytes: int) -> None:
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)
+        self.size_bytes = size_bytes
+        self.view = memoryview(memory)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.users = 0
+        self.pinned: Tensor | None = None
+        """The same memory as a tensor that a device can copy from and to, once a mover has registered it."""
+
+
+class StagingPool:
+    """Up to ``budget_bytes`` of buffers, made on demand."""
+
+    def __init__(self, budget_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.buffer_limit = max(MIN_BUFFERS, budget_bytes // chunk_bytes)
+        self._free: list[StagingBuffer] = []
+        self._all: list[StagingBuffer] = []
+
+    @property
+    def available(self) -> int:
+        """Buffers that can be acquired now."""
+        return len(self._free) + self.buffer_limit - len(self._all)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the pool holds."""
+        return len(self._all) * self.chunk_bytes
+
+    def acquire(self) -> StagingBuffer | None:
+        """A buffer with one user, the warmest first; None when all are in use."""
+        if self._free:
+            buffer = self._free.pop()
+        elif len(self._all) < self.buffer_limit:
+            buffer = StagingBuffer(self.chunk_bytes)
+            self._all.append(buffer)
+        else:
+            return None
+        buffer.users = 1
+        return buffer
+
+    def drop_user(self, buffer: StagingBuffer) -> None:
+        """One user less; without users the buffer is free."""
+        buffer.users -= 1
+        if buffer.users == 0:
+            self._free.append(buffer)
+
+    def close(self) -> list[StagingBuffer]:
+        """Forget all buffers and return them; the memory goes with the last reference. None may be in use."""
+        buffers = self._all
+        self._free, self._all = [], []
+        return buffers

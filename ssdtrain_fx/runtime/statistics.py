@@ -1,0 +1,68 @@
+"""What an engine did and holds, as one frozen value."""
+
+from __future__ import annotations
+
+import dataclasses
+
+_GAUGES = frozenset({"slots_in_use", "slot_bytes_in_use", "file_bytes", "in_flight_bytes", "staging_bytes", "io_path"})
+
+NO_IO_PATH = "none yet"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Statistics:
+    """Counters since the engine was opened, then gauges of this moment."""
+
+    offloads: int = 0
+    """Tensors handed to ``offload``."""
+    reloads: int = 0
+    """Calls of ``reload``; more than ``offloads`` under ``retain_graph=True``."""
+    bytes_written: int = 0
+    """Tensor bytes that reached the file."""
+    bytes_read: int = 0
+    """Tensor bytes that came back from the file."""
+    forwarded: int = 0
+    """Chunks of reloads served from memory because their write was not over, or had failed."""
+    forwarded_bytes: int = 0
+    kept: int = 0
+    """Chunks that stay in ordinary memory because they could not be written."""
+    kept_bytes: int = 0
+    cancelled_bytes: int = 0
+    """Bytes whose write had not begun when the last token died."""
+    release_stall_s: float = 0.0
+    """Time that ``release`` made the caller wait."""
+    wait_stall_s: float = 0.0
+    """Time that ``wait`` made the caller wait."""
+    slots_in_use: int = 0
+    slot_bytes_in_use: int = 0
+    file_bytes: int = 0
+    """Disk space that the file holds, used or free."""
+    in_flight_bytes: int = 0
+    """Bytes issued in either direction and not yet complete."""
+    staging_bytes: int = 0
+    """Host memory that the staging buffers hold."""
+    io_path: str = NO_IO_PATH
+    """What is really in use, such as "posix O_DIRECT"."""
+
+    @property
+    def stall_s(self) -> float:
+        return self.release_stall_s + self.wait_stall_s
+
+    def since(self, earlier: Statistics) -> Statistics:
+        """The counters of one stretch, such as a step: ``after.since(before)``. Gauges are those of ``self``."""
+        changes = {
+            field.name: getattr(self, field.name) - getattr(earlier, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in _GAUGES
+        }
+        return dataclasses.replace(self, **changes)
+
+    def __add__(self, other: Statistics) -> Statistics:
+        """Two engines taken together."""
+        sums = {
+            field.name: getattr(self, field.name) + getattr(other, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "io_path"
+        }
+        io_paths = sorted({self.io_path, other.io_path} - {NO_IO_PATH})
+        return Statistics(**sums, io_path=", ".join(io_paths) or NO_IO_PATH)

@@ -1,0 +1,51 @@
+"""The token: the small CPU tensor that autograd saves in place of an offloaded one.
+
+Why it is built over a Python object: autograd, AOTAutograd and compiled code all drop references to a tensor's storage
+when they no longer need it, and only the storage knows. So the storage holds the owner, and the owner's death is the
+engine's news.
+
+Guarantees:
+
+* Every token has 8 bytes of its own, because a compiler may reuse the memory of a dead token for another tensor.
+* All tokens of one offload share one owner, which dies when the last storage of them dies.
+* An owner's finaliser only appends to a deque. It may run within garbage collection, on any thread, even on one that
+  holds the engine's lock: it takes no lock, allocates no tensor and calls nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import torch
+from torch import Tensor
+
+
+class Owner:
+    """Says on ``dead_handles`` that a handle is not reachable any more."""
+
+    __slots__ = ("__weakref__", "_dead_handles", "handle")
+
+    def __init__(self, handle: int, dead_handles: collections.deque[int]) -> None:
+        self.handle = handle
+        self._dead_handles = dead_handles
+
+    def __del__(self) -> None:
+        self._dead_handles.append(self.handle)
+
+
+class _TokenBytes(bytearray):
+    """The memory of one token; the tensor's storage keeps it alive, and it keeps the owner alive."""
+
+    __slots__ = ("owner",)
+    owner: Owner
+
+
+def make_token(owner: Owner) -> Tensor:
+    """A new int64 tensor of shape (1,) that holds the handle and a share of ``owner``."""
+    memory = _TokenBytes(owner.handle.to_bytes(8, "little"))
+    memory.owner = owner
+    return torch.frombuffer(memory, dtype=torch.int64)
+
+
+def handle_of(token: Tensor) -> int:
+    return int(token.item())

@@ -95,9 +95,11 @@ class _CompileBothHalves:
         # Both names are taken before compiling: Inductor rewrites the graph that it is given.
         name_by_token = {release.name: _offload_name(release) for release in find(gm.graph, RELEASE)}
         for reload in find(gm.graph, RELOAD):
-            token, size, stride, *rest = reload.args
+            token = reload.args[0]
             assert isinstance(token, fx.Node)
-            reload.args = (token, size, list(self.stride_by_token.get(token.name, stride)), *rest)
+            if token.name in self.stride_by_token:
+                for node in (reload, *reload.users):
+                    node.update_arg(2, list(self.stride_by_token[token.name]))
         code = private.compile_fx_inner(gm, example_inputs, **kwargs)
         if name_by_token:
             strides = private.offload_strides_in(code, "torch.ops.ssdtrain.offload.default")

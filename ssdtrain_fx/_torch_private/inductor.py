@@ -118,7 +118,7 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
     install(offload, after_kernel=False, before_kernel=True)  # early is all it has to be
     install(release, after_kernel=True, before_kernel=True)
     install(reload, after_kernel=True, before_kernel=True)
-    install(wait, after_kernel=True, before_kernel=False)  # readers follow it anyway: it writes to what they read
+    install(wait, after_kernel=True, before_kernel=False)  # what reads its result follows it anyway
 
 
 def offload_strides_in(code: OutputCode, op_name: str) -> dict[str, tuple[int, ...]]:

@@ -10,11 +10,15 @@
              y = mm(a, w)
              t1 = release(t, a)                          # a is alive until here, and free from here on
              backward_starts()
-             a1 = reload(t1, [8, 512, 1536], ...)        # allocated here, starts to come back
-             wait(a1, t1)                                # the data is there
+             r = reload(t1, [8, 512, 1536], ...)         # allocated here, starts to come back
+             a1 = wait(r, [8, 512, 1536], ...)           # the data is there
              gw = mm(gy, a1)
 
 Saved views of one storage are rebuilt behind the wait by running their view ops again on the reloaded tensor.
+
+Every read of ``a1`` is a read of what ``wait`` returned: order is data flow. (A ``wait`` that only wrote into its
+argument would leave the order to the compiler's bookkeeping of mutations, and Inductor 2.13 loses that when it aligns
+the loops of fused CPU kernels: the fused kernel then runs before the wait, and gradients are wrong without an error.)
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ class _Chain:
     size: Sequence[int | fx.Node] = ()
     stride: Sequence[int | fx.Node] = ()
     token: fx.Node | None = None
-    reloaded: fx.Node | None = None
+    ticket: fx.Node | None = None
 
 
 def insert_offloads(
@@ -148,20 +152,18 @@ def _insert_release(graph: fx.Graph, chain: _Chain) -> None:
 
 
 def _insert_reload(graph: fx.Graph, chain: _Chain) -> None:
-    value = _value(chain.source)
-    size, stride = list(chain.size), list(chain.stride)
-    chain.reloaded = graph.call_function(RELOAD, (chain.token, size, stride, value.dtype, value.device))
-    with _fake_mode(value):
-        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    _annotate(chain.reloaded, chain.source, fake)
+    chain.ticket = graph.call_function(RELOAD, (chain.token, *_layout_arguments(chain)))
+    _annotate(chain.ticket, chain.source, _fake_token(_value(chain.source)))
 
 
 def _insert_wait(graph: fx.Graph, chain: _Chain) -> Mapping[fx.Node, fx.Node]:
     """Returns what stands for every saved tensor from here on."""
-    assert chain.reloaded is not None
-    wait = graph.call_function(WAIT, (chain.reloaded, chain.token))
-    _annotate(wait, chain.source, None)
-    replicas = {chain.source: chain.reloaded}
+    value = _value(chain.source)
+    reloaded = graph.call_function(WAIT, (chain.ticket, *_layout_arguments(chain)))
+    with _fake_mode(value):
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    _annotate(reloaded, chain.source, fake)
+    replicas = {chain.source: reloaded}
     for saved in chain.candidate.saved_nodes:
         path = view_path(saved, chain.source, chain.candidate.storage.members)
         assert path is not None
@@ -172,6 +174,11 @@ def _insert_wait(graph: fx.Graph, chain: _Chain) -> Mapping[fx.Node, fx.Node]:
                 replica.meta["val"] = _run_fake(replica)
                 replicas[view] = replica
     return replicas
+
+
+def _layout_arguments(chain: _Chain) -> tuple[Argument, ...]:
+    value = _value(chain.source)
+    return (list(chain.size), list(chain.stride), value.dtype, value.device)
 
 
 def _redirect_backward_reads(replicas: Mapping[fx.Node, fx.Node], positions: Mapping[fx.Node, int], marker: int) -> None:

@@ -8,6 +8,8 @@ Graph outputs are held by the caller and live to the end. Inputs belong to the c
     1  b = relu(a)      8 MiB    b [1, 4)             16
     2  c = add(a, b)    8 MiB    c [2, 4)             24   <- peak
     3  return (b, c)                                  16
+
+The memory of a reloaded storage is allocated by its reload, though it has a name only from its wait on.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from ssdtrain_fx.passes.alias_sets import AliasSets
+from ssdtrain_fx.passes.op_targets import WAIT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,11 +55,12 @@ def find_live_intervals(graph: fx.Graph, alias_sets: AliasSets) -> dict[int, Liv
 
     Storages whose size depends on data are left out: nobody knows their bytes before they exist.
     """
+    positions = {node: position for position, node in enumerate(graph.nodes)}
     start: dict[int, int] = {}
     end: dict[int, int] = {}
-    for position, node in enumerate(graph.nodes):
+    for node, position in positions.items():
         for idx in alias_sets.by_node[node]:
-            start.setdefault(idx, position)
+            start.setdefault(idx, positions[node.all_input_nodes[0]] if node.target is WAIT else position)
             end[idx] = position + 1
         for source in node.all_input_nodes:
             for idx in alias_sets.by_node[source]:

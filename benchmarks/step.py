@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,6 +39,7 @@ from ssdtrain_fx.measure import (
     take_turns,
 )
 from ssdtrain_fx.runtime.directory import check_directory, file_system_type
+from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.units import format_bytes
 from ssdtrain_fx.zoo import MODELS
 
@@ -85,22 +87,37 @@ def render_table(results: list[Result]) -> Table:
     run = base.run
     size = f"{run.layers} layers, hidden {run.hidden}, batch {run.batch} x {run.sequence}, dropout {run.dropout}"
     table = Table(title=f"{run.model}, {size}, {run.dtype}, {run.device}")
-    for name in ("variant", "step", "ratio", "peak", "ratio", "written", "read", "stall", "loss and gradients"):
-        table.add_column(name, justify="left" if name in ("variant", "loss and gradients") else "right")
+    table.add_column("")
     for result in results:
-        last = result.timed[-1].statistics
-        table.add_row(
-            result.run.variant,
-            f"{median_ms(result.timed):,.1f} ms",
-            f"{median_ratio(result.timed, base.timed):.3f}",
-            format_bytes(result.peak_bytes),
-            f"{result.peak_bytes / base.peak_bytes:.3f}",
-            format_bytes(last.bytes_written),
-            format_bytes(last.bytes_read),
-            f"{1e3 * last.stall_s:,.1f} ms",
-            "-" if result is base else "equal" if result.equals(base) else "different",
-        )
+        table.add_column(result.run.variant, justify="right")
+
+    def add_row(name: str, show: Callable[[Result], str], *, end_section: bool = False) -> None:
+        table.add_row(name, *map(show, results), end_section=end_section)
+
+    add_row("step time (median)", lambda result: f"{median_ms(result.timed):,.1f} ms")
+    add_row(
+        f"ratio to {base.run.variant}",
+        lambda result: f"{median_ratio(result.timed, base.timed):.3f}",
+        end_section=True,
+    )
+    add_row("peak memory of a step", lambda result: format_bytes(result.peak_bytes))
+    add_row(
+        f"ratio to {base.run.variant}", lambda result: f"{result.peak_bytes / base.peak_bytes:.3f}", end_section=True
+    )
+    add_row("written to SSD, last step", lambda result: format_bytes(_last(result).bytes_written))
+    add_row("read from SSD, last step", lambda result: format_bytes(_last(result).bytes_read))
+    add_row("waiting for the SSD", lambda result: f"{1e3 * _last(result).stall_s:,.1f} ms")
+    add_row("path to the SSD", lambda result: _last(result).io_path, end_section=True)
+    add_row("losses, gradients", lambda result: "-" if result is base else _bits(result, base))
     return table
+
+
+def _last(result: Result) -> Statistics:
+    return result.timed[-1].statistics
+
+
+def _bits(result: Result, base: Result) -> str:
+    return "equal" if result.equals(base) else "different"
 
 
 def to_json(results: list[Result], ssd_dir: str) -> dict[str, Any]:

@@ -44,10 +44,10 @@ def compile_with_aot_eager(
 
 def run_node_by_node(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """A compiler that compiles nothing. Every value is freed after its last use, arguments included."""
-    interpreter = fx.Interpreter(gm)
 
     def run(args: list[Any]) -> Any:
-        return interpreter.boxed_run(args)
+        # A new interpreter each time: it keeps the results of its last run, which would be tokens and gradients.
+        return fx.Interpreter(gm).boxed_run(args)
 
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run

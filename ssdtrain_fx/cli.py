@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from ssdtrain_fx import __version__
 from ssdtrain_fx import demo as demonstration
 from ssdtrain_fx.measure import Step, Variant, WorkerError, choose_device
 
@@ -28,7 +28,7 @@ EXIT_FAILED = 3
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"ssdtrain-fx {importlib.metadata.version('ssdtrain-fx')}")
+        typer.echo(f"ssdtrain-fx {__version__}")
         raise typer.Exit
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import ConfigError
-from ssdtrain_fx.runtime.spill_file import check_directory
+from ssdtrain_fx.runtime.directory import check_directory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class Lane:
     def __init__(self, ledger: Ledger, mover: Mover, pool: StagingPool, *, thread_count: int, checksum: bool) -> None:
         self.mover = mover
         self.pool = pool
+        self.chunk_bytes = pool.chunk_bytes
         self._ledger = ledger
         self._checksum = checksum
         self._work = threading.Condition(ledger.lock)
@@ -51,8 +52,8 @@ class Lane:
         self._writes: collections.deque[Chunk] = collections.deque()
         self._landing: collections.deque[tuple[Mark, Fill, Chunk, StagingBuffer]] = collections.deque()
         """Copies into tensors that the device has been told to do."""
-        self._awaited_queues: set[int] = set()
-        """Queues (by id) whose first mark a thread is blocked on."""
+        self._awaited: set[str] = set()
+        """Queues whose first mark a thread is blocked on."""
         self._thread_count = thread_count
         self._threads: list[threading.Thread] = []
         self._closing = False
@@ -119,6 +120,7 @@ class Lane:
 
     def _run(self) -> None:
         ledger = self._ledger
+        task = None
         try:
             while True:
                 with ledger.lock:
@@ -127,7 +129,7 @@ class Lane:
                 if task is None:
                     return
                 task()
-                del task
+                task = None  # it holds tensors
         except Exception as failure:  # whatever it is, nobody may wait for this thread for ever
             ledger.stop_because_of(failure)
 
@@ -162,13 +164,16 @@ class Lane:
             elif chunk.kept is not None:
                 task = functools.partial(self._bring_kept, fill, chunk, target, chunk.kept)
             else:
-                buffer = self.pool.acquire()
-                if buffer is None:
+                task = self._read_from_file(fill, chunk, target)
+                if task is None:
                     return None
-                task = functools.partial(self._read, fill, chunk, target, buffer)
             self._reads.popleft()
             return task
         return None
+
+    def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
+        buffer = self.pool.acquire()
+        return None if buffer is None else functools.partial(self._read, fill, chunk, target, buffer)
 
     def _next_write(self) -> Task | None:
         while self._writes and self.mover.is_over(self._writes[0].copied):
@@ -183,17 +188,17 @@ class Lane:
                 return functools.partial(self._write, chunk, buffer)
             chunk.staging = None
             self.pool.drop_user(buffer)
-            self._ledger.cancel_staged(chunk)
+            self._ledger.cancel(chunk)
         return None
 
     def _next_sync(self) -> Task | None:
         """Block on the device where nothing else is to be done; one thread per queue, the others stay available."""
-        if self._landing and id(self._landing) not in self._awaited_queues:
-            self._awaited_queues.add(id(self._landing))
-            return functools.partial(self._sync, self._landing[0][0], id(self._landing))
-        if self._writes and id(self._writes) not in self._awaited_queues:
-            self._awaited_queues.add(id(self._writes))
-            return functools.partial(self._sync, self._writes[0].copied, id(self._writes))
+        if self._landing and "landing" not in self._awaited:
+            self._awaited.add("landing")
+            return functools.partial(self._sync, self._landing[0][0], "landing")
+        if self._writes and "writes" not in self._awaited:
+            self._awaited.add("writes")
+            return functools.partial(self._sync, self._writes[0].copied, "writes")
         return None
 
     def _next_trim(self) -> Task | None:
@@ -211,13 +216,8 @@ class Lane:
             chunk.staging, chunk.copied, chunk.state = buffer, copied, ChunkState.STAGED
             if copied is None:
                 self._ledger.source_is_safe(chunk)
-            entry.uncopied -= 1
-            if entry.uncopied == 0:
-                self._ledger.progress.notify_all()
-            self._reads.extend((fill, chunk) for fill in chunk.waiting_fills)
             self._writes.append(chunk)
-            self._work.notify(1 + len(chunk.waiting_fills))
-            chunk.waiting_fills.clear()
+            self._copied(chunk)
 
     def _write(self, chunk: Chunk, buffer: StagingBuffer) -> None:
         ledger, slot = self._ledger, chunk.entry.slot
@@ -227,17 +227,9 @@ class Lane:
         error = self._write_to_file(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
         kept = None if error is None else keep_bytes(buffer, chunk.length)
         with ledger.lock:
-            if kept is None:
-                chunk.state = ChunkState.ON_DISK
-                ledger.counters.bytes_written += chunk.length
-            else:
-                chunk.state, chunk.kept = ChunkState.KEPT, kept
-                ledger.counters.kept += not chunk.entry.has_kept
-                ledger.counters.kept_bytes += chunk.length
-                chunk.entry.has_kept = True
             chunk.staging = None
             self.pool.drop_user(buffer)
-            ledger.settle(chunk.entry, chunk.length)
+            self._written(chunk, kept)
             self._work.notify()
         if error is not None:
             ledger.report_write_error(error)
@@ -282,10 +274,10 @@ class Lane:
             self._count_forwarded(fill, chunk)
             self._issued(fill, chunk, None, None)
 
-    def _sync(self, mark: Mark, queue_id: int) -> None:
+    def _sync(self, mark: Mark, queue: str) -> None:
         self.mover.wait_host(mark)
         with self._ledger.lock:
-            self._awaited_queues.discard(queue_id)
+            self._awaited.discard(queue)
             self._work.notify_all()
 
     def _trim(self) -> None:
@@ -299,7 +291,29 @@ class Lane:
         with ledger.lock:
             ledger.slots.free(tail)
 
-    # -- ends of reads, with the lock held -----------------------------------------------------------------------------
+    # -- ends of transfers, with the lock held -------------------------------------------------------------------------
+
+    def _copied(self, chunk: Chunk) -> None:
+        entry = chunk.entry
+        entry.uncopied -= 1
+        if entry.uncopied == 0:
+            self._ledger.progress.notify_all()
+        self._reads.extend((fill, chunk) for fill in chunk.waiting_fills)
+        self._work.notify(1 + len(chunk.waiting_fills))
+        chunk.waiting_fills.clear()
+
+    def _written(self, chunk: Chunk, kept: Tensor | None) -> None:
+        """The chunk is in the file, or in ``kept`` because it could not be written."""
+        counters = self._ledger.counters
+        if kept is None:
+            chunk.state = ChunkState.ON_DISK
+            counters.bytes_written += chunk.length
+        else:
+            chunk.state, chunk.kept = ChunkState.KEPT, kept
+            counters.kept += not chunk.entry.has_kept
+            counters.kept_bytes += chunk.length
+            chunk.entry.has_kept = True
+        self._ledger.settle(chunk.entry, chunk.length)
 
     def _count_forwarded(self, fill: Fill, chunk: Chunk) -> None:
         self._ledger.counters.forwarded += not fill.forwarded

@@ -37,9 +37,7 @@ def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 def same_layout(size: Sequence[int], stride: Sequence[int], other_stride: Sequence[int]) -> bool:
     """Whether both strides name the same elements; the stride of a dimension of size 1 means nothing."""
-    return all(
-        length <= 1 or step == other for length, step, other in zip(size, stride, other_stride, strict=True)
-    )
+    return all(length <= 1 or step == other for length, step, other in zip(size, stride, other_stride, strict=True))
 
 
 def movable(x: Tensor) -> Tensor:

@@ -225,19 +225,18 @@ class Ledger:
             entry = self.entries.get(handle)
             if entry is None:
                 continue
-            entry.dead = True
             for chunk in entry.chunks:
                 if chunk.state is ChunkState.SOURCE:
-                    entry.uncopied -= 1
+                    self.source_is_safe(chunk)
                     self.cancel(chunk)
+            entry.dead = True
             del self.entries[handle]
             self._retire_if_idle(entry)
 
     def cancel(self, chunk: Chunk) -> None:
-        """Forget a chunk of a dead entry, whose write has not begun."""
+        """Forget a chunk whose entry is dead and whose write has not begun."""
         chunk.state = ChunkState.CANCELLED
         self.counters.cancelled_bytes += chunk.length
-        self.source_is_safe(chunk)
         self.settle(chunk.entry, chunk.length)
 
     def source_is_safe(self, chunk: Chunk) -> None:
@@ -270,9 +269,9 @@ class Ledger:
         if entry.slot is not None:
             self.slots.free(entry.slot)
             entry.slot = None
-        if self.slots.end_bytes == 0:
-            peak, self._peak_end_bytes = self._peak_end_bytes, 0
-            self.trim_wanted = self.file.size_bytes > max(TRIM_ABOVE_BYTES, 2 * peak)
+            if self.slots.slots_in_use == 0:
+                peak, self._peak_end_bytes = self._peak_end_bytes, 0
+                self.trim_wanted = self.file.size_bytes > max(TRIM_ABOVE_BYTES, 2 * peak)
 
     def report_write_error(self, error: OSError) -> None:
         """Warn once per engine. Takes the lock."""

@@ -59,9 +59,7 @@ class Mover(Protocol):
         """``source[start:start + length]`` -> ``buffer``, not before ``after``."""
         ...
 
-    def copy_in(
-        self, buffer: StagingBuffer, target: Region, start: int, length: int, after: Sequence[Mark]
-    ) -> Mark:
+    def copy_in(self, buffer: StagingBuffer, target: Region, start: int, length: int, after: Sequence[Mark]) -> Mark:
         """``buffer`` -> ``target[start:start + length]``, not before ``after``."""
         ...
 
@@ -100,9 +98,7 @@ class CpuMover:
         ctypes.memmove(buffer.address, source.address + start, length)
         return None
 
-    def copy_in(
-        self, buffer: StagingBuffer, target: Region, start: int, length: int, after: Sequence[Mark]
-    ) -> Mark:
+    def copy_in(self, buffer: StagingBuffer, target: Region, start: int, length: int, after: Sequence[Mark]) -> Mark:
         ctypes.memmove(target.address + start, buffer.address, length)
         return None
 

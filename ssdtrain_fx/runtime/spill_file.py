@@ -24,6 +24,7 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
+from ssdtrain_fx.runtime.directory import check_directory as check_directory
 from ssdtrain_fx.runtime.slots import ALIGNMENT_BYTES
 
 log = logging.getLogger(__name__)
@@ -193,4 +194,3 @@ def _warn_of_buffered_io(directory: str) -> None:
         "%s does not take direct I/O (O_DIRECT): transfers go through the page cache, which costs memory and CPU time.",
         directory,
     )
-

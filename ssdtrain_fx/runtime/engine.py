@@ -1,0 +1,318 @@
+"""The four operations on one spill file.
+
+Why an object: it is opened, asked and closed; two configurations in one process do not meet; a test can hand in a file
+that fails.
+
+Guarantees:
+
+* ``offload`` and ``reload`` return at once; ``release`` and ``wait`` block only for what their contract needs, and the
+  time is counted as stall.
+* After ``release`` the engine reads the tensor no more.
+* Data that ``offload`` took comes back from ``reload`` and ``wait`` bit by bit, or ``wait`` raises ActivationLostError.
+  A full or broken disk costs memory, not data.
+* Every operation may be called from any thread.
+* The slot of a tensor is recycled when its last token has died and no transfer of it is in flight.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx.errors import ConfigError, InternalError
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.cuda import CudaMover
+from ssdtrain_fx.runtime.directory import check_directory
+from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover, import_kvikio
+from ssdtrain_fx.runtime.lane import Lane
+from ssdtrain_fx.runtime.layout import copy_elements, movable, same_layout, span_elements
+from ssdtrain_fx.runtime.ledger import Entry, Fill, Ledger, lost
+from ssdtrain_fx.runtime.movers import CpuMover
+from ssdtrain_fx.runtime.spill_file import ChunkFile, SpillFile
+from ssdtrain_fx.runtime.staging import CHUNK_BYTES, StagingPool
+from ssdtrain_fx.runtime.statistics import Statistics
+from ssdtrain_fx.runtime.tokens import Owner, handle_of, make_token
+
+
+class Engine:
+    """One spill file and its I/O threads, from construction to :meth:`close`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        handles: Iterator[int] | None = None,
+        open_file: Callable[[str], ChunkFile] = SpillFile,
+        cuda: Any = torch.cuda,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        """``handles`` yields numbers that no other engine of this process uses; ``cuda`` stands for ``torch.cuda``."""
+        self.config = config
+        self._handles = itertools.count(1) if handles is None else handles
+        self._cuda = cuda
+        self._chunk_bytes = chunk_bytes
+        self._kvikio = import_kvikio(config.io, cuda)
+        if self._kvikio is not None and config.checksum:
+            if config.io == "kvikio":
+                raise ConfigError(
+                    'checksum=True needs io="posix": with io="kvikio" the bytes never come by the processor.'
+                )
+            self._kvikio = None
+        self._file = open_file(check_directory(config.ssd_dir))
+        self._ledger = Ledger(self._file)
+        self._lanes: dict[str, Lane] = {}
+        self._lanes_lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def owns(self, handle: int) -> bool:
+        return handle in self._ledger.entries
+
+    # -- the ops -------------------------------------------------------------------------------------------------------
+
+    def offload(self, x: Tensor, name: str) -> Tensor:
+        """Start moving ``x`` to the file. ``x`` must stay allocated and unwritten until :meth:`release` returns."""
+        ledger = self._ledger
+        if x.layout is not torch.strided:
+            raise InternalError(f"offload({name!r}): expected a strided tensor, got layout {x.layout}")
+        if x.requires_grad:
+            x = x.detach()
+        lane = self._lane(x.device.type)
+        source = movable(x)
+        byte_count = span_elements(source.size(), source.stride()) * source.element_size()
+        entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
+        handle = next(self._handles)
+        owner = Owner(handle, ledger.dead_handles)
+        entry.owner = weakref.ref(owner)
+        with ledger.lock:
+            ledger.check_usable(name)
+            ledger.drain()
+            ledger.enter(handle, entry, lane.chunk_bytes)
+            lane.enlist_copies(entry)
+        if lane.mover.enqueues:
+            self._copy_what_fits(lane)
+        ledger.trash.clear()
+        return make_token(owner)
+
+    def release(self, token: Tensor, x: Tensor) -> Tensor:
+        """Wait until every byte has left ``x``; its memory may be reused afterwards."""
+        ledger = self._ledger
+        entry = self._entry("release", token)
+        if x.data_ptr() != entry.address or not same_layout(entry.size, entry.stride, x.stride()):
+            raise InternalError(
+                f"release({entry.name!r}) got a tensor at address {x.data_ptr():#x} with strides {x.stride()}; offload "
+                f"got one at {entry.address:#x} with strides {entry.stride}. The compiler passed a copy to one of them, "
+                "so the memory of the other one may already hold something else."
+            )
+        lane = self._lane(entry.device.type)
+        if entry.uncopied:
+            self._wait_until_copied(lane, entry)
+        for chunk in entry.chunks:
+            copied = chunk.copied
+            if copied is not None:
+                lane.mover.wait_stream(copied, entry.device)
+        with ledger.lock:
+            ledger.check_usable(entry.name)
+            ledger.drain()
+            ledger.drop_source(entry)
+        ledger.trash.clear()
+        owner = entry.owner()
+        assert owner is not None  # `token` holds it
+        return make_token(owner)
+
+    def reload(
+        self,
+        token: Tensor,
+        size: Sequence[int],
+        stride: Sequence[int] | None,
+        dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> Tensor:
+        """A new tensor that is being filled; it may be used after :meth:`wait`.
+
+        ``stride`` and ``dtype`` may be None: then they are those of the tensor that was offloaded.
+        """
+        ledger = self._ledger
+        entry = self._entry("reload", token)
+        stride = entry.stride if stride is None else stride
+        dtype = entry.dtype if dtype is None else dtype
+        if tuple(size) != entry.size or dtype != entry.dtype or device.type != entry.device.type:
+            raise InternalError(
+                f"reload({entry.name!r}) asks for {dtype}{list(size)} on {device}; "
+                f"offload got {entry.dtype}{list(entry.size)} on {entry.device}."
+            )
+        y = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        if y.device != entry.device:
+            raise InternalError(f"reload({entry.name!r}) asks for {y.device}; offload got {entry.device}.")
+        temporary = None
+        if not same_layout(entry.size, stride, entry.stored_stride):
+            temporary = torch.empty_strided(entry.size, entry.stored_stride, dtype=dtype, device=device)
+        lane = self._lane(entry.device.type)
+        fill = Fill(entry, y, temporary, lane.mover.mark(y.device))
+        with ledger.lock:
+            ledger.check_usable(entry.name)
+            ledger.drain()
+            ledger.counters.reloads += 1
+            if entry.byte_count:
+                entry.fills[y.data_ptr()] = fill
+                lane.enlist_reads(fill)
+        ledger.trash.clear()
+        return y
+
+    def wait(self, y: Tensor, token: Tensor) -> None:
+        """Return when ``y`` is filled, as seen by the current stream. Raises ActivationLostError if it cannot be."""
+        ledger = self._ledger
+        entry = self._entry("wait", token)
+        if entry.byte_count == 0:
+            return
+        address = y.data_ptr()
+        fill = entry.fills.get(address)
+        if fill is None:
+            if address in entry.waited_addresses:
+                return
+            raise InternalError(
+                f"wait({entry.name!r}) got a tensor at address {address:#x}, which no reload returned: the compiler "
+                "passed a copy, which nothing will fill."
+            )
+        if fill.unissued:
+            self._wait_until_issued(fill)
+        if fill.error is not None:
+            raise lost(entry, self._file.path, fill.error) from fill.error
+        mover = self._lane(entry.device.type).mover
+        for mark in fill.marks:
+            mover.wait_stream(mark, entry.device)
+        if fill.temporary is not None:
+            copy_elements(fill.temporary, y)
+        with ledger.lock:
+            entry.waited_addresses.add(address)
+            entry.fills.pop(address, None)
+
+    # -- looking inside, closing ---------------------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.drain()
+            counters = ledger.counters
+            statistics = Statistics(
+                offloads=counters.offloads,
+                reloads=counters.reloads,
+                bytes_written=counters.bytes_written,
+                bytes_read=counters.bytes_read,
+                forwarded=counters.forwarded,
+                forwarded_bytes=counters.forwarded_bytes,
+                kept=counters.kept,
+                kept_bytes=counters.kept_bytes,
+                cancelled_bytes=counters.cancelled_bytes,
+                release_stall_s=counters.release_stall_s,
+                wait_stall_s=counters.wait_stall_s,
+                in_flight_bytes=counters.in_flight_bytes,
+                slots_in_use=ledger.slots.slots_in_use,
+                slot_bytes_in_use=ledger.slots.bytes_in_use,
+                file_bytes=self._file.size_bytes,
+                staging_bytes=sum(lane.pool.size_bytes for lane in self._lanes.values()),
+                io_path=self._io_path(),
+            )
+        ledger.trash.clear()
+        return statistics
+
+    def close(self) -> None:
+        """End the I/O threads and give memory and disk space back. Tokens that are still alive cannot be reloaded."""
+        ledger = self._ledger
+        with ledger.lock:
+            if ledger.closed:
+                return
+            ledger.closed = True
+            ledger.progress.notify_all()
+        with self._lanes_lock:
+            lanes = tuple(self._lanes.values())
+        for lane in lanes:
+            lane.close()
+        with ledger.lock:
+            ledger.trash.extend(ledger.entries.values())
+            ledger.entries.clear()
+            ledger.dead_handles.clear()
+        ledger.trash.clear()
+        self._file.close()
+
+    def _io_path(self) -> str:
+        lane = self._lanes.get("cuda")
+        return f"{self._file.io_path}, kvikio for CUDA tensors" if isinstance(lane, KvikioLane) else self._file.io_path
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _entry(self, op: str, token: Tensor) -> Entry:
+        handle = handle_of(token)
+        entry = self._ledger.entries.get(handle)
+        if entry is None:
+            raise InternalError(f"{op}: the token holds handle {handle}, which this engine does not know")
+        return entry
+
+    def _lane(self, device_type: str) -> Lane:
+        lane = self._lanes.get(device_type)
+        if lane is not None:
+            return lane
+        with self._lanes_lock:
+            lane = self._lanes.get(device_type)
+            if lane is None:
+                lane = self._lanes[device_type] = self._make_lane(device_type)
+            return lane
+
+    def _make_lane(self, device_type: str) -> Lane:
+        if device_type not in ("cpu", "cuda"):
+            raise ConfigError(f"ssdtrain_fx offloads tensors on cpu and cuda devices; got one on {device_type!r}.")
+        if device_type == "cuda" and self._kvikio is not None:
+            return KvikioLane(self._ledger, self._kvikio, KvikioMover(self._cuda))
+        mover = CpuMover() if device_type == "cpu" else CudaMover(self._cuda)
+        budget_bytes = self.config.host_budget_bytes
+        pool = StagingPool(mover.default_budget_bytes if budget_bytes is None else budget_bytes, self._chunk_bytes)
+        return Lane(self._ledger, mover, pool, thread_count=mover.thread_count, checksum=self.config.checksum)
+
+    def _copy_what_fits(self, lane: Lane) -> None:
+        """Start copies from this thread for as long as there are staging buffers."""
+        while True:
+            with self._ledger.lock:
+                task = lane.next_copy()
+            if task is None:
+                return
+            task()
+
+    def _wait_until_copied(self, lane: Lane, entry: Entry) -> None:
+        """Lend this thread to the copies, rather than let it idle, and block where no staging buffer is free."""
+        ledger = self._ledger
+        start_s = time.perf_counter()
+        while True:
+            with ledger.lock:
+                while entry.uncopied and (task := lane.next_copy()) is None:
+                    ledger.check_usable(entry.name)
+                    ledger.progress.wait()
+                if not entry.uncopied:
+                    ledger.counters.release_stall_s += time.perf_counter() - start_s
+                    return
+            task()
+
+    def _wait_until_issued(self, fill: Fill) -> None:
+        ledger = self._ledger
+        start_s = time.perf_counter()
+        with ledger.lock:
+            while fill.unissued:
+                ledger.check_usable(fill.entry.name)
+                ledger.progress.wait()
+            ledger.counters.wait_stall_s += time.perf_counter() - start_s

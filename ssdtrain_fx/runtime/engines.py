@@ -1,0 +1,98 @@
+"""The engines of one process: opened on first use, found by the handle in a token, closed together.
+
+Why: a compiled graph may come from a cache, in a process where no backend ever ran. All it brings is the configuration
+as a string argument and, in backward, the token.
+
+Guarantees:
+
+* Equal configurations share one engine. Handles are never used twice in a process.
+* A forked child knows none of its parent's engines: it closes nothing, writes to no shared file, and opens its own
+  engines on first use. A token of the parent raises ActivationLostError there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from ssdtrain_fx.errors import ActivationLostError, InternalError
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.statistics import Statistics
+from ssdtrain_fx.runtime.tokens import handle_of
+
+
+def _open_engine(config: EngineConfig, handles: Iterator[int]) -> Engine:
+    return Engine(config, handles=handles)
+
+
+class Engines:
+    """A registry of open engines, by configuration."""
+
+    def __init__(self, open_engine: Callable[[EngineConfig, Iterator[int]], Engine] = _open_engine) -> None:
+        self._open_engine = open_engine
+        self._lock = threading.Lock()
+        self._by_argument: dict[str, Engine] = {}
+        self._by_config: dict[EngineConfig, Engine] = {}
+        self._handles = itertools.count(1)
+        self._forked_at = 0
+        self._closed_at = 0
+        self._inherited: list[Engine] = []
+
+    def open(self, argument: str) -> Engine:
+        """The engine for ``EngineConfig.from_argument(argument)``."""
+        engine = self._by_argument.get(argument)
+        if engine is not None:
+            return engine
+        config = EngineConfig.from_argument(argument)
+        with self._lock:
+            engine = self._by_config.get(config)
+            if engine is None:
+                engine = self._by_config[config] = self._open_engine(config, self._handles)
+            self._by_argument[argument] = engine
+        return engine
+
+    def engine_of(self, token: Tensor) -> Engine:
+        """The engine that made ``token``."""
+        handle = handle_of(token)
+        for engine in tuple(self._by_config.values()):
+            if engine.owns(handle):
+                return engine
+        if 0 < handle < self._forked_at:
+            raise ActivationLostError(
+                f"the token with handle {handle} was made before this process was forked. Its saved tensor is with the "
+                "parent process: run backward in the process that ran forward."
+            )
+        if 0 < handle < self._closed_at:
+            raise ActivationLostError(
+                f"the token with handle {handle} belongs to an engine that was closed. "
+                "Close engines only after the last backward."
+            )
+        raise InternalError(f"a token holds handle {handle}, which no engine made: its memory was overwritten")
+
+    def statistics(self) -> Statistics:
+        """All engines taken together."""
+        with self._lock:
+            engines = tuple(self._by_config.values())
+        return sum((engine.statistics() for engine in engines), start=Statistics())
+
+    def close(self) -> None:
+        """Close all engines. The next offload opens new ones."""
+        with self._lock:
+            engines = tuple(self._by_config.values())
+            self._by_argument = {}
+            self._by_config = {}
+            self._closed_at = next(self._handles)
+        for engine in engines:
+            engine.close()
+
+    def forget_after_fork(self) -> None:
+        """In a forked child: leave the parent's engines alone, whatever state the fork caught them in."""
+        self._lock = threading.Lock()
+        self._inherited.extend(self._by_config.values())  # never destroyed, so that nothing of them runs here
+        self._by_argument = {}
+        self._by_config = {}
+        self._forked_at = next(self._handles)

@@ -1,0 +1,154 @@
+"""Straight from GPU memory to the file and back, through KvikIO, where GPUDirect Storage is there.
+
+Why so guarded: on a machine without a usable GPU driver, KvikIO's calls do not fail, they hang.
+
+Guarantees:
+
+* KvikIO is imported only after ``torch.cuda.is_available()`` has said yes.
+* A transfer starts after the event that says that the memory is ready; KvikIO itself knows nothing of torch's streams.
+* Futures, tensors and the file are held until the transfer is over, and every result is asked for exactly once.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib
+import importlib.util
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.runtime.config import IOPath
+from ssdtrain_fx.runtime.cuda import CudaMover
+from ssdtrain_fx.runtime.lane import Lane, Task
+from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Fill, Ledger
+from ssdtrain_fx.runtime.movers import Region
+from ssdtrain_fx.runtime.spill_file import ChunkFile
+from ssdtrain_fx.runtime.staging import StagingPool
+
+CHUNK_BYTES = 64 << 20
+"""KvikIO cuts a transfer into pieces for its own threads. A guess, not measured."""
+
+
+class Cuda(Protocol):
+    """The part of ``torch.cuda`` that is asked before KvikIO is touched."""
+
+    def is_available(self) -> bool: ...
+
+
+def import_kvikio(io: IOPath, cuda: Cuda = torch.cuda) -> Any:
+    """The kvikio module if ``io`` wants it, else None. Raises ConfigError if it is wanted and cannot work."""
+    if io == "posix":
+        return None
+    usable_gpu = cuda.is_available()
+    installed = usable_gpu and importlib.util.find_spec("kvikio") is not None
+    if io == "kvikio" and not installed:
+        found = "KvikIO is not installed" if usable_gpu else "torch finds no usable CUDA GPU"
+        raise ConfigError(
+            f'io="kvikio": {found}. It needs a CUDA GPU and `pip install ssdtrain-fx[gds]`; io="posix" works everywhere.'
+        )
+    if not installed:
+        return None
+    kvikio = importlib.import_module("kvikio")
+    if io == "auto" and not importlib.import_module("kvikio.cufile_driver").get("is_gds_available"):
+        return None
+    return kvikio
+
+
+class DeviceFile:
+    """The spill file as KvikIO sees it, for CUDA tensors."""
+
+    def __init__(self, kvikio: Any, file: ChunkFile) -> None:
+        self._path = file.path
+        self._handle = kvikio.CuFile(f"/proc/self/fd/{file.fileno()}", "r+")  # the file has no other name
+
+    def write(self, data: Tensor, offset_bytes: int) -> None:
+        self._finish("write", self._handle.pwrite, data, offset_bytes)
+
+    def read(self, data: Tensor, offset_bytes: int) -> None:
+        self._finish("read", self._handle.pread, data, offset_bytes)
+
+    def close(self) -> None:
+        self._handle.close()
+
+    def _finish(self, verb: str, start: Any, data: Tensor, offset_bytes: int) -> None:
+        try:
+            future = start(data, size=data.numel(), file_offset=offset_bytes)
+            count = future.get()
+        except RuntimeError as error:  # KvikIO's errors carry no errno
+            raise OSError(errno.EIO, f"KvikIO {verb}: {error}", self._path) from error
+        if count != data.numel():
+            raise OSError(errno.EIO, f"short KvikIO {verb}: {count} of {data.numel()} bytes", self._path)
+
+
+class KvikioMover(CudaMover):
+    """Events as in the staged path; the bytes need no staging."""
+
+    enqueues = False
+
+
+class KvikioLane(Lane):
+    """A lane whose chunks go SOURCE -> COPYING -> ON_DISK, or KEPT, without a staging buffer."""
+
+    def __init__(self, ledger: Ledger, kvikio: Any, mover: CudaMover) -> None:
+        super().__init__(ledger, mover, StagingPool(0), thread_count=mover.thread_count, checksum=False)
+        self.chunk_bytes = CHUNK_BYTES
+        self._device_file = DeviceFile(kvikio, ledger.file)
+
+    def next_copy(self) -> Task | None:
+        while self._copies:
+            chunk = self._copies.popleft()
+            if chunk.state is ChunkState.CANCELLED:
+                continue
+            source = chunk.entry.source
+            assert source is not None
+            chunk.state = ChunkState.COPYING
+            return functools.partial(self._write_directly, chunk, source)
+        return None
+
+    def close(self) -> None:
+        super().close()
+        self._device_file.close()
+
+    def _write_directly(self, chunk: Chunk, source: Region) -> None:
+        entry, slot = chunk.entry, chunk.entry.slot
+        assert slot is not None
+        self.mover.wait_host(entry.ready)
+        data = source.as_bytes()[chunk.start : chunk.start + chunk.length]
+        offset_bytes = slot.offset_bytes + chunk.start
+        error = self._ledger.file.grow(offset_bytes + chunk.length)
+        if error is None:
+            try:
+                self._device_file.write(data, offset_bytes)
+            except OSError as write_error:
+                error = write_error
+        kept = None if error is None else data.cpu()
+        with self._ledger.lock:
+            self._ledger.source_is_safe(chunk)
+            self._written(chunk, kept)
+            self._copied(chunk)
+        if error is not None:
+            self._ledger.report_write_error(error)
+
+    def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
+        return functools.partial(self._read_directly, fill, chunk, target)
+
+    def _read_directly(self, fill: Fill, chunk: Chunk, target: Region) -> None:
+        slot = chunk.entry.slot
+        assert slot is not None
+        self.mover.wait_host(fill.ready)
+        try:
+            self._device_file.read(
+                target.as_bytes()[chunk.start : chunk.start + chunk.length], slot.offset_bytes + chunk.start
+            )
+        except OSError as error:
+            with self._ledger.lock:
+                fill.error = fill.error or error
+                self._issued(fill, chunk, None, None)
+            return
+        with self._ledger.lock:
+            self._ledger.counters.bytes_read += chunk.length
+            self._issued(fill, chunk, None, None)

@@ -1,0 +1,127 @@
+"""The four ops, registered when this module is imported.
+
+::
+
+    forward    token  = ssdtrain.offload(x, stride, name, engine)          # starts moving x out
+               token1 = ssdtrain.release(token, x)                         # x may be reused from here on
+    backward   ticket = ssdtrain.reload(token1, size, stride, dtype, device)   # memory is taken, the data on its way
+               y      = ssdtrain.wait(ticket, size, stride, dtype, device)     # y may be read
+
+The token is a CPU tensor of 8 bytes. It owns what was offloaded: when the last token of an offload dies, its slot is
+recycled. ``stride`` of ``offload`` is a record for readers of the graph; the runtime goes by the tensor it gets.
+``stride`` and ``dtype`` of ``reload`` and ``wait`` may be None where nothing is compiled for them: then they are those
+of the tensor that was offloaded.
+
+Guarantees: whatever the ops need is in their arguments, so a graph from a cache runs in a process that made no plan.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx.runtime.engines import Engines
+from ssdtrain_fx.runtime.statistics import Statistics
+from ssdtrain_fx.runtime.tickets import Tickets
+
+_engines = Engines()
+_tickets = Tickets()
+os.register_at_fork(after_in_child=_engines.forget_after_fork)
+atexit.register(_engines.close)
+
+# flexible_layout: Inductor may pass tensors as they lie; without it, it may pass copies, to each op another one.
+# cudagraph_unsafe: the ops run host code, which a replayed graph would skip.
+_tags = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagraph_unsafe") if hasattr(torch.Tag, name))
+
+_library = torch.library.Library("ssdtrain", "DEF")
+_library.define("offload(Tensor x, SymInt[] stride, str name, str engine) -> Tensor", tags=_tags)
+_library.define("release(Tensor token, Tensor x) -> Tensor", tags=_tags)
+_library.define(
+    "reload(Tensor token, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device) -> Tensor", tags=_tags
+)
+_library.define(
+    "wait(Tensor ticket, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device) -> Tensor", tags=_tags
+)
+
+
+def _offload(x: Tensor, stride: Sequence[int], name: str, engine: str) -> Tensor:
+    return _engines.open(engine).offload(x, name)
+
+
+def _fake_offload(x: Tensor, stride: Sequence[int], name: str, engine: str) -> Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+def _release(token: Tensor, x: Tensor) -> Tensor:
+    return _engines.engine_of(token).release(token, x)
+
+
+def _fake_release(token: Tensor, x: Tensor) -> Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+def _reload(
+    token: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> Tensor:
+    return _tickets.issue(_engines.engine_of(token).reload(token, size, stride, dtype, device), token)
+
+
+def _fake_reload(
+    token: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+def _wait(
+    ticket: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> Tensor:
+    y, token = _tickets.redeem(ticket)
+    _engines.engine_of(token).wait(y, token)
+    return y
+
+
+def _fake_wait(
+    ticket: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> Tensor:
+    assert stride is not None and dtype is not None, "only graphs that are not traced again leave these open"
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+for _name, _real, _fake in (
+    ("offload", _offload, _fake_offload),
+    ("release", _release, _fake_release),
+    ("reload", _reload, _fake_reload),
+    ("wait", _wait, _fake_wait),
+):
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ssdtrain::{_name}", _fake, lib=_library)
+
+
+def statistics() -> Statistics:
+    """What all engines of this process did and hold."""
+    return _engines.statistics()
+
+
+def close() -> None:
+    """Close all engines of this process, after the last backward. It also happens at exit."""
+    _engines.close()

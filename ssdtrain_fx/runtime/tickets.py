@@ -1,0 +1,54 @@
+"""Tickets: what the op ``reload`` returns, and what the op ``wait`` turns into the reloaded tensor.
+
+Why the reloaded tensor has no name between the two: a compiler sees to it that a value is made before it is read. It
+is less careful about a value that is written a second time, and what a ``wait`` that fills its argument does is such a
+write. So the tensor stays in here, and comes into the graph as the result of ``wait``.
+
+Guarantees:
+
+* The ticket's storage owns the tensor that is being filled and the token it comes from. A ticket that is dropped
+  before its wait, by an exception in backward, leaves nothing behind.
+* A ticket has 8 bytes of its own and a number that is never used twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.runtime.tokens import handle_of
+
+
+class _TicketBytes(bytearray):
+    """The memory of one ticket; the ticket's storage keeps it alive."""
+
+    tensor: Tensor
+    token: Tensor
+
+
+class Tickets:
+    """The tickets of one process that have not been redeemed."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._open: weakref.WeakValueDictionary[int, _TicketBytes] = weakref.WeakValueDictionary()
+
+    def issue(self, tensor: Tensor, token: Tensor) -> Tensor:
+        """A ticket for ``tensor``, which is being filled from what ``token`` stands for."""
+        number = next(self._numbers)
+        memory = _TicketBytes(number.to_bytes(8, "little"))
+        memory.tensor, memory.token = tensor, token
+        self._open[number] = memory
+        return torch.frombuffer(memory, dtype=torch.int64)
+
+    def redeem(self, ticket: Tensor) -> tuple[Tensor, Tensor]:
+        """The tensor and its token. A ticket can be redeemed once."""
+        number = handle_of(ticket)
+        memory = self._open.pop(number, None)
+        if memory is None:
+            raise InternalError(f"wait got a ticket with number {number}, which no reload issued or which was used")
+        return memory.tensor, memory.token

@@ -3,6 +3,7 @@
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.dynamo_backend import backend
 from ssdtrain_fx.errors import ActivationLostError, BudgetError, ConfigError, InternalError, SSDTrainError
+from ssdtrain_fx.report import Report, explain
 from ssdtrain_fx.runtime.ops import statistics
 from ssdtrain_fx.runtime.statistics import Statistics
 
@@ -12,9 +13,11 @@ __all__ = [
     "ConfigError",
     "InternalError",
     "OffloadConfig",
+    "Report",
     "SSDTrainError",
     "Statistics",
     "backend",
+    "explain",
     "statistics",
 ]
 

@@ -20,14 +20,18 @@ def compile_with_aot_eager(
     config: OffloadConfig,
     *,
     observe: Callable[[OffloadedStep], None] | None = None,
+    compiler: _torch_private.AOTCompiler | None = None,
 ) -> Callable[..., Any]:
-    """What ``torch.compile(backend="aot_eager")`` does, with offloading."""
+    """What ``torch.compile(backend="aot_eager")`` does, with offloading.
+
+    Args:
+        observe: called with every rewritten step.
+        compiler: gets the two graphs; None runs them node by node.
+    """
 
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        step = offload_saved_tensors(
-            forward, backward, num_forward_outputs=kwargs["num_fwd_outputs"], config=config
-        )
+        step = offload_saved_tensors(forward, backward, num_forward_outputs=kwargs["num_fwd_outputs"], config=config)
         if observe is not None:
             observe(step)
         for node in (*find(step.backward.graph, RELOAD), *find(step.backward.graph, WAIT)):
@@ -38,7 +42,7 @@ def compile_with_aot_eager(
         return step.forward, step.backward
 
     return _torch_private.aot_autograd(
-        gm, example_inputs, compiler=run_node_by_node, partition_fn=partition
+        gm, example_inputs, compiler=compiler or run_node_by_node, partition_fn=partition
     )
 
 

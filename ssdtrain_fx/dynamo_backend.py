@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from ssdtrain_fx.aot_eager import compile_with_aot_eager
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.runtime.directory import check_directory
@@ -75,8 +76,6 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadC
                 f"mode={mode!r} is a setting of Inductor, and inner='aot_eager' does not use it. "
                 "Leave mode out, or use inner='inductor'."
             )
-        from ssdtrain_fx.aot_eager import compile_with_aot_eager
-
         return compile_with_aot_eager(gm, example_inputs, config)
     # Importing Inductor takes a second or more; nobody pays for it who does not use it.
     from ssdtrain_fx.inductor import compile_with_inductor

@@ -21,8 +21,10 @@ from typing import Any
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 
+from ssdtrain_fx import _torch_private
 from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.dry_run import compile_to_zeros
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 
@@ -137,3 +139,20 @@ def compile_with_inductor(
         return halves(gm, example_inputs, **kwargs)
 
     return private.compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+
+
+def trace_with_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, *, observe: Observer
+) -> Any:
+    """Go as far as the partitioner, then stop: the result computes nothing and returns zeros."""
+
+    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
+        return private.WrappedCode(compile_to_zeros(gm, example_inputs))
+
+    with _torch_private.functorch_config_patch(enable_autograd_cache=False):
+        return private.compile_fx(
+            gm,
+            example_inputs,
+            inner_compile=inner_compile,
+            config_patches={"custom_partitioner_fn": OffloadPartitioner(config, observe)},
+        )

@@ -57,6 +57,11 @@ def saved_descriptors(nodes: Sequence[fx.Node]) -> list[object]:
     ]
 
 
+def is_saved_descriptor(descriptor: object) -> bool:
+    """Does this descriptor of a forward output say that it is only saved for backward?"""
+    return type(descriptor).__name__.startswith("SavedForBackwards")
+
+
 def functorch_config_patch(**changes: Any) -> AbstractContextManager[None]:
     """Change settings of AOTAutograd for a ``with`` block."""
     from torch._functorch import config

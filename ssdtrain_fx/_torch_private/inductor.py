@@ -18,6 +18,7 @@ __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
     "OutputCode",
+    "WrappedCode",
     "as_passes",
     "compile_fx",
     "compile_fx_inner",
@@ -139,3 +140,17 @@ def offload_strides_in(code: OutputCode, op_name: str) -> dict[str, tuple[int, .
                 continue
             strides[name] = tuple(stride)
     return strides
+
+
+class WrappedCode(OutputCode):
+    """A Python function as the result of a compilation. It is never cached."""
+
+    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+        self._boxed_call = True
+        self._function = function
+
+    def __call__(self, inputs: Any) -> Any:
+        return self._function(inputs)
+
+    def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+        return

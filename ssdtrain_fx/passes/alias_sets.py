@@ -30,7 +30,7 @@ class Storage:
     allocator: fx.Node
     """The node that creates it; for a multi-output op the node with the tuple."""
     members: tuple[fx.Node, ...]
-    """Every node whose value is a tensor on this storage, in graph order."""
+    """Every node whose value is one tensor on this storage, in graph order."""
     size_bytes: int | torch.SymInt
 
     @property

@@ -43,7 +43,7 @@ def find_candidates(joint: ScheduledJointGraph, alias_sets: AliasSets, *, min_te
     candidates: list[Candidate] = []
     for idx in sorted(saved_by_storage):
         storage, saved_nodes = alias_sets.storages[idx], saved_by_storage[idx]
-        representative = _find_representative(storage, saved_nodes)
+        representative = _find_representative(storage, saved_nodes, alias_sets)
         reason = (
             _reason_of_role(storage, outputs, gradients, written)
             or _reason_of_value(saved_nodes[0])
@@ -61,16 +61,16 @@ def find_candidates(joint: ScheduledJointGraph, alias_sets: AliasSets, *, min_te
     return tuple(candidates)
 
 
-def view_path(node: fx.Node, representative: fx.Node, members: Iterable[fx.Node]) -> list[fx.Node] | None:
+def view_path(node: fx.Node, representative: fx.Node, storage: Storage, alias_sets: AliasSets) -> list[fx.Node] | None:
     """The view ops that lead from ``representative`` to ``node``, in order; None when there is no such path.
 
-    Every other argument of a view op must be a number or a symbol, so that backward can run it again.
+    A view op takes the storage from one argument; every other argument must be a number or a symbol, so that backward
+    can run it again. Views in several parts (``split``) count with their ``getitem``.
     """
-    members = set(members)
     path: list[fx.Node] = []
     while node is not representative:
-        sources = [source for source in node.all_input_nodes if source in members]
-        others = [source for source in node.all_input_nodes if source not in members]
+        sources = [source for source in node.all_input_nodes if storage.idx in alias_sets.by_node[source]]
+        others = [source for source in node.all_input_nodes if storage.idx not in alias_sets.by_node[source]]
         if len(sources) != 1 or any(not _is_symbol(other) for other in others):
             return None
         path.append(node)
@@ -78,11 +78,13 @@ def view_path(node: fx.Node, representative: fx.Node, members: Iterable[fx.Node]
     return path[::-1]
 
 
-def _find_representative(storage: Storage, saved_nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """The saved tensor itself where it alone covers the storage, else the earliest node from which all can be rebuilt."""
-    tries = [*saved_nodes, *storage.members] if len(saved_nodes) == 1 else storage.members
-    for node in tries:
-        if _covers(node, storage) and all(view_path(s, node, storage.members) is not None for s in saved_nodes):
+def _find_representative(
+    storage: Storage, saved_nodes: Sequence[fx.Node], alias_sets: AliasSets
+) -> fx.Node | None:
+    """The earliest node that covers the storage and from which all saved tensors can be rebuilt."""
+    for node in storage.members:
+        paths = (view_path(saved, node, storage, alias_sets) for saved in saved_nodes)
+        if _covers(node, storage) and all(path is not None for path in paths):
             return node
     return None
 

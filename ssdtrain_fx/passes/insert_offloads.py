@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import Argument, map_arg
 
 from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.passes.alias_sets import AliasSets
 from ssdtrain_fx.passes.candidates import Candidate, view_path
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
@@ -68,7 +69,7 @@ class _Chain:
 
 
 def insert_offloads(
-    joint: ScheduledJointGraph, plan: Plan, candidates: Sequence[Candidate], *, engine: str
+    joint: ScheduledJointGraph, alias_sets: AliasSets, plan: Plan, candidates: Sequence[Candidate], *, engine: str
 ) -> ScheduledJointGraph:
     """Rewrite ``joint`` in place so that it executes ``plan``. A plan that keeps everything changes nothing.
 
@@ -107,7 +108,7 @@ def insert_offloads(
             elif step in (_Step.RELEASE, _Step.RELEASE_AT_ONCE):
                 _insert_release(joint.graph, chain)
             elif step is _Step.WAIT:
-                replicas = _insert_wait(joint.graph, chain)
+                replicas = _insert_wait(joint.graph, chain, alias_sets)
                 _redirect_backward_reads(replicas, positions, positions[joint.marker])
             else:
                 _insert_reload(joint.graph, chain)
@@ -156,7 +157,7 @@ def _insert_reload(graph: fx.Graph, chain: _Chain) -> None:
     _annotate(chain.ticket, chain.source, _fake_token(_value(chain.source)))
 
 
-def _insert_wait(graph: fx.Graph, chain: _Chain) -> Mapping[fx.Node, fx.Node]:
+def _insert_wait(graph: fx.Graph, chain: _Chain, alias_sets: AliasSets) -> dict[fx.Node, fx.Node]:
     """Returns what stands for every saved tensor from here on."""
     value = _value(chain.source)
     reloaded = graph.call_function(WAIT, (chain.ticket, *_layout_arguments(chain)))
@@ -165,13 +166,13 @@ def _insert_wait(graph: fx.Graph, chain: _Chain) -> Mapping[fx.Node, fx.Node]:
     _annotate(reloaded, chain.source, fake)
     replicas = {chain.source: reloaded}
     for saved in chain.candidate.saved_nodes:
-        path = view_path(saved, chain.source, chain.candidate.storage.members)
+        path = view_path(saved, chain.source, chain.candidate.storage, alias_sets)
         assert path is not None
         for view in path:
             if view not in replicas:
                 replica = graph.node_copy(view, lambda node: replicas.get(node, node))
                 replica.meta = dict(view.meta)
-                replica.meta["val"] = _run_fake(replica)
+                replica.meta["val"] = _run_fake(replica, _fake_mode(value))
                 replicas[view] = replica
     return replicas
 
@@ -181,22 +182,24 @@ def _layout_arguments(chain: _Chain) -> tuple[Argument, ...]:
     return (list(chain.size), list(chain.stride), value.dtype, value.device)
 
 
-def _redirect_backward_reads(replicas: Mapping[fx.Node, fx.Node], positions: Mapping[fx.Node, int], marker: int) -> None:
-    for original, replica in replicas.items():
+def _redirect_backward_reads(replicas: dict[fx.Node, fx.Node], positions: Mapping[fx.Node, int], marker: int) -> None:
+    """Let backward read the replicas, and drop forward's views that nobody else reads: they would count as reads."""
+    for original, replica in reversed(replicas.items()):
         for user in list(original.users):
             if positions.get(user, -1) > marker:
                 user.replace_input_with(original, replica)
+        if not original.users:
+            original.graph.erase_node(original)
 
 
-def _run_fake(node: fx.Node) -> object:
+def _run_fake(node: fx.Node, fake_mode: FakeTensorMode) -> object:
     """The value of a view of a reloaded tensor: it shares the storage of that tensor, not of the original."""
 
     def value_of(source: fx.Node) -> Argument:
         return source.meta["val"]
 
     assert callable(node.target)
-    reloaded = next(value for source in node.all_input_nodes if isinstance(value := source.meta["val"], FakeTensor))
-    with _fake_mode(reloaded):
+    with fake_mode:
         return node.target(*map_arg(node.args, value_of), **map_arg(node.kwargs, value_of))
 
 

@@ -71,7 +71,7 @@ def offload_saved_tensors(
         log.debug("%s %s%s: %s", storage.name, storage.dtype, list(storage.shape), storage.decision)
     if not plan.offloaded:
         return OffloadedStep(forward, backward, plan, before, before)
-    insert_offloads(joint, plan, candidates, engine=config.engine_config().to_argument())
+    insert_offloads(joint, alias_sets, plan, candidates, engine=config.engine_config().to_argument())
     verify_offloads(joint)
     after = joint.text()
     log.debug("scheduled joint graph with offloads:\n%s", after)

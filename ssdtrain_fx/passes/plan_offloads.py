@@ -73,7 +73,7 @@ def plan_offloads(
     intervals = find_live_intervals(joint.graph, alias_sets)
     before = memory_profile(intervals.values(), num_positions)
 
-    moves = [_describe(candidate, positions, marker) for candidate in candidates if candidate.representative]
+    moves = [_describe(candidate, alias_sets, positions, marker) for candidate in candidates if candidate.representative]
     sizes = [move.size_bytes for move in moves]
     window_bytes = in_flight_bytes or max(2 * max(sizes, default=0), sum(sizes) // 16)
     soon: set[int] = set()
@@ -111,17 +111,29 @@ def plan_offloads(
     )
 
 
-def _describe(candidate: Candidate, positions: dict[fx.Node, int], marker: int) -> _Move:
+def _describe(candidate: Candidate, alias_sets: AliasSets, positions: dict[fx.Node, int], marker: int) -> _Move:
     representative = candidate.representative
     assert representative is not None
-    reads = [positions[user] for member in candidate.storage.members for user in member.users]
-    forward_reads = [read for read in reads if read < marker]
+    idx = candidate.storage.idx
+    holders = [node for node in positions if idx in alias_sets.by_node[node]]
+    # Forward often ends with views that only backward reads. They go away, so they are no reads.
+    last_forward_read = positions[representative]
+    first_backward_read = len(positions)
+    only_for_backward: set[fx.Node] = set()
+    for node in reversed(holders):
+        forward_users = [user for user in node.users if positions[user] < marker and user not in only_for_backward]
+        if not forward_users and node is not representative:
+            only_for_backward.add(node)
+        for user in node.users:
+            if positions[user] > marker:
+                first_backward_read = min(first_backward_read, positions[user])
+        last_forward_read = max([last_forward_read, *(positions[user] for user in forward_users)])
     return _Move(
         candidate=candidate,
         size_bytes=candidate.storage.hint_bytes,
         complete=positions[representative] + 1,
-        last_forward_read=max([*forward_reads, positions[representative]]),
-        first_backward_read=min(read for read in reads if read > marker),
+        last_forward_read=last_forward_read,
+        first_backward_read=first_backward_read,
     )
 
 

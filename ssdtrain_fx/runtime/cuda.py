@@ -1,15 +1,15 @@
 """Copies between GPU memory and pinned staging buffers, on side streams.
 
-Why side streams: a copy on the stream that computes would hold the computation up; here the copy engines work beside it.
+Why side streams: a copy on the stream that computes would hold up the computation; here they overlap.
 
 Guarantees, per device and in the order of the device's work:
 
 * A copy out starts after what the caller's stream had been given before ``offload``.
 * ``release`` makes the caller's stream wait for the copies out; the host does not block for the device.
 * A copy in starts after what the caller's stream had been given before ``reload``. Without that, 1. a kernel still
-  reads memory that Python has freed already, 2. the caching allocator gives it to ``reload``, which is right for work on
-  the same stream, 3. the copy on the side stream overwrites it too early.
-* The lane keeps source, target and buffer alive until the event of the copy is over, so ``record_stream`` is not needed.
+  reads memory that Python has freed already, 2. the caching allocator gives it to ``reload``, which is right for work
+  on the same stream, 3. the copy on the side stream overwrites it too early.
+* The lane keeps source, target and buffer alive until the event of the copy is over: no need of ``record_stream``.
 """
 
 from __future__ import annotations

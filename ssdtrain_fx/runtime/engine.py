@@ -107,7 +107,8 @@ class Engine:
             ledger.enter(handle, entry, lane.chunk_bytes)
             lane.enlist_copies(entry)
         if lane.mover.enqueues:
-            self._copy_what_fits(lane)
+            while lane.lend_to_copies(name):
+                pass
         ledger.trash.clear()
         return make_token(owner)
 
@@ -118,8 +119,8 @@ class Engine:
         if x.data_ptr() != entry.address or not same_layout(entry.size, entry.stride, x.stride()):
             raise InternalError(
                 f"release({entry.name!r}) got a tensor at address {x.data_ptr():#x} with strides {x.stride()}; offload "
-                f"got one at {entry.address:#x} with strides {entry.stride}. The compiler passed a copy to one of them, "
-                "so the memory of the other one may already hold something else."
+                f"got one at {entry.address:#x} with strides {entry.stride}. The compiler passed a copy to one of "
+                "them, so the memory of the other one may already hold something else."
             )
         lane = self._lane(entry.device.type)
         if entry.uncopied:
@@ -191,13 +192,13 @@ class Engine:
                 f"wait({entry.name!r}) got a tensor at address {address:#x}, which no reload returned: the compiler "
                 "passed a copy, which nothing will fill."
             )
+        lane = self._lane(entry.device.type)
         if fill.unissued:
-            self._wait_until_issued(fill)
+            self._wait_until_issued(lane, fill)
         if fill.error is not None:
             raise lost(entry, self._file.path, fill.error) from fill.error
-        mover = self._lane(entry.device.type).mover
         for mark in fill.marks:
-            mover.wait_stream(mark, entry.device)
+            lane.mover.wait_stream(mark, entry.device)
         if fill.temporary is not None:
             copy_elements(fill.temporary, y)
         with ledger.lock:
@@ -232,6 +233,16 @@ class Engine:
             )
         ledger.trash.clear()
         return statistics
+
+    def wait_until_idle(self) -> None:
+        """Return when nothing is in flight."""
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.drain()
+            while ledger.counters.in_flight_bytes:
+                ledger.check_usable("what is in flight")
+                ledger.progress.wait()
+        ledger.trash.clear()
 
     def close(self) -> None:
         """End the I/O threads and give memory and disk space back. Tokens that are still alive cannot be reloaded."""
@@ -285,34 +296,20 @@ class Engine:
         pool = StagingPool(mover.default_budget_bytes if budget_bytes is None else budget_bytes, self._chunk_bytes)
         return Lane(self._ledger, mover, pool, thread_count=mover.thread_count, checksum=self.config.checksum)
 
-    def _copy_what_fits(self, lane: Lane) -> None:
-        """Start copies from this thread for as long as there are staging buffers."""
-        while True:
-            with self._ledger.lock:
-                task = lane.next_copy()
-            if task is None:
-                return
-            task()
-
     def _wait_until_copied(self, lane: Lane, entry: Entry) -> None:
         """Lend this thread to the copies, rather than let it idle, and block where no staging buffer is free."""
         ledger = self._ledger
         start_s = time.perf_counter()
-        while True:
-            with ledger.lock:
-                while entry.uncopied and (task := lane.next_copy()) is None:
-                    ledger.check_usable(entry.name)
-                    ledger.progress.wait()
-                if not entry.uncopied:
-                    ledger.counters.release_stall_s += time.perf_counter() - start_s
-                    return
-            task()
+        while entry.uncopied:
+            lane.lend_to_copies(entry.name, lambda: entry.uncopied > 0)
+        with ledger.lock:
+            ledger.counters.release_stall_s += time.perf_counter() - start_s
 
-    def _wait_until_issued(self, fill: Fill) -> None:
+    def _wait_until_issued(self, lane: Lane, fill: Fill) -> None:
+        """Lend this thread to the reads, and block where none can be begun."""
         ledger = self._ledger
         start_s = time.perf_counter()
+        while fill.unissued:
+            lane.lend_to_reads(fill.entry.name, lambda: fill.unissued > 0)
         with ledger.lock:
-            while fill.unissued:
-                ledger.check_usable(fill.entry.name)
-                ledger.progress.wait()
             ledger.counters.wait_stall_s += time.perf_counter() - start_s

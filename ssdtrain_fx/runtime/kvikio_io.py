@@ -48,7 +48,7 @@ def import_kvikio(io: IOPath, cuda: Cuda = torch.cuda) -> Any:
     if io == "kvikio" and not installed:
         found = "KvikIO is not installed" if usable_gpu else "torch finds no usable CUDA GPU"
         raise ConfigError(
-            f'io="kvikio": {found}. It needs a CUDA GPU and `pip install ssdtrain-fx[gds]`; io="posix" works everywhere.'
+            f'io="kvikio": {found}. It needs a CUDA GPU and `pip install ssdtrain-fx[gds]`; "posix" works everywhere.'
         )
     if not installed:
         return None
@@ -98,7 +98,7 @@ class KvikioLane(Lane):
         self.chunk_bytes = CHUNK_BYTES
         self._device_file = DeviceFile(kvikio, ledger.file)
 
-    def next_copy(self) -> Task | None:
+    def _next_copy(self) -> Task | None:
         while self._copies:
             chunk = self._copies.popleft()
             if chunk.state is ChunkState.CANCELLED:
@@ -125,7 +125,7 @@ class KvikioLane(Lane):
                 self._device_file.write(data, offset_bytes)
             except OSError as write_error:
                 error = write_error
-        kept = None if error is None else data.cpu()
+        kept = None if error is None else torch.empty(chunk.length, dtype=torch.uint8).copy_(data)
         with self._ledger.lock:
             self._ledger.source_is_safe(chunk)
             self._written(chunk, kept)

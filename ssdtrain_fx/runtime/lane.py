@@ -56,6 +56,7 @@ class Lane:
         """Queues whose first mark a thread is blocked on."""
         self._thread_count = thread_count
         self._threads: list[threading.Thread] = []
+        self._lent_threads = 0
         self._closing = False
 
     # -- called by the engine ------------------------------------------------------------------------------------------
@@ -63,7 +64,9 @@ class Lane:
     def enlist_copies(self, entry: Entry) -> None:
         """Have the chunks of ``entry`` written. Needs the lock."""
         self._copies.extend(entry.chunks)
-        self._wake(len(entry.chunks))
+        self._start_threads()
+        if not self.mover.enqueues:  # else the caller starts them itself
+            self._work.notify(len(entry.chunks))
 
     def enlist_reads(self, fill: Fill) -> None:
         """Have the chunks of ``fill`` brought back. Needs the lock."""
@@ -75,23 +78,38 @@ class Lane:
                 chunk.waiting_fills.append(fill)
             else:
                 self._reads.append((fill, chunk))
-        self._wake(len(entry.chunks))
+        self._start_threads()
+        self._work.notify(len(entry.chunks))
 
-    def next_copy(self) -> Task | None:
-        """The next copy out of a tensor for which there is a staging buffer. Needs the lock; run it without."""
-        while self._copies:
-            if self._copies[0].state is ChunkState.CANCELLED:
-                self._copies.popleft()
-                continue
-            if self.pool.available <= BUFFERS_FOR_READS:
-                return None
-            buffer = self.pool.acquire()
-            chunk = self._copies.popleft()
-            source = chunk.entry.source
-            assert buffer is not None and source is not None
-            chunk.state = ChunkState.COPYING
-            return functools.partial(self._copy_out, chunk, source, buffer)
-        return None
+    def lend_to_copies(self, name: str, still_blocked: Callable[[], bool] = lambda: False) -> bool:
+        """Do one copy on the caller's thread. If none can be begun, sleep while ``still_blocked``, and return False."""
+        return self._lend(self._next_copy, name, still_blocked)
+
+    def lend_to_reads(self, name: str, still_blocked: Callable[[], bool]) -> bool:
+        """The same for one read."""
+        return self._lend(self._next_read, name, still_blocked)
+
+    def _lend(self, choose: Callable[[], Task | None], name: str, still_blocked: Callable[[], bool]) -> bool:
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.check_usable(name)
+            task = choose()
+            if task is None:
+                if still_blocked():
+                    ledger.progress.wait()
+                return False
+            self._lent_threads += 1
+        try:
+            task()
+        except Exception as failure:  # the chunk is neither here nor there now
+            ledger.stop_because_of(failure)
+        with ledger.lock:
+            self._lent_threads -= 1
+            if self._closing:
+                ledger.progress.notify_all()
+            if ledger.failure is not None:
+                ledger.check_usable(name)
+        return True
 
     def close(self) -> None:
         """Finish what was begun, drop the rest, join the threads. The ledger is closed already."""
@@ -100,6 +118,9 @@ class Lane:
             self._work.notify_all()
         for thread in self._threads:
             thread.join()
+        with self._ledger.lock:
+            while self._lent_threads:
+                self._ledger.progress.wait()
         for mark, *_ in self._landing:
             self.mover.wait_host(mark)
         for chunk in self._writes:
@@ -110,13 +131,12 @@ class Lane:
 
     # -- choosing the next task, with the lock held --------------------------------------------------------------------
 
-    def _wake(self, task_count: int) -> None:
+    def _start_threads(self) -> None:
         if len(self._threads) < self._thread_count and not self._closing:
             for number in range(self._thread_count):
                 thread = threading.Thread(target=self._run, name=f"ssdtrain-io-{number}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
-        self._work.notify(task_count)
 
     def _run(self) -> None:
         ledger = self._ledger
@@ -136,7 +156,7 @@ class Lane:
     def _wait_for_task(self) -> Task | None:
         while not self._closing:
             self._ledger.drain()
-            task = self._next_landed() or self._next_read() or self.next_copy() or self._next_write()
+            task = self._next_landed() or self._next_read() or self._next_copy() or self._next_write()
             task = task or self._next_sync() or self._next_trim()
             if task is not None or self._ledger.trash:
                 return task or _nothing
@@ -169,6 +189,22 @@ class Lane:
                     return None
             self._reads.popleft()
             return task
+        return None
+
+    def _next_copy(self) -> Task | None:
+        while self._copies:
+            if self._copies[0].state is ChunkState.CANCELLED:
+                self._copies.popleft()
+                continue
+            if self.pool.available <= BUFFERS_FOR_READS:
+                return None
+            buffer = self.pool.acquire()
+            chunk = self._copies.popleft()
+            source = chunk.entry.source
+            assert buffer is not None
+            assert source is not None
+            chunk.state = ChunkState.COPYING
+            return functools.partial(self._copy_out, chunk, source, buffer)
         return None
 
     def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
@@ -296,7 +332,7 @@ class Lane:
     def _copied(self, chunk: Chunk) -> None:
         entry = chunk.entry
         entry.uncopied -= 1
-        if entry.uncopied == 0:
+        if entry.uncopied == 0 or chunk.waiting_fills:
             self._ledger.progress.notify_all()
         self._reads.extend((fill, chunk) for fill in chunk.waiting_fills)
         self._work.notify(1 + len(chunk.waiting_fills))

@@ -26,7 +26,7 @@ def span_elements(size: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether two indices may share one element. Interleaved layouts that happen not to overlap count as overlapping."""
+    """Whether two indices may share one element; interleaved layouts count as overlapping."""
     inner_span = 1
     for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length > 1):
         if step < inner_span:

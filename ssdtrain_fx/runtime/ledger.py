@@ -27,7 +27,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from ssdtrain_fx.errors import ActivationLostError, InternalError
+from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.movers import Mark, Region
 from ssdtrain_fx.runtime.slots import Slot, SlotAllocator
 from ssdtrain_fx.runtime.spill_file import ChunkFile
@@ -163,12 +163,12 @@ class Counters:
 
 
 class Ledger:
-    """The state that the ops and the I/O threads of one engine share. Methods need ``lock``, unless they say otherwise."""
+    """What the ops and the I/O threads of one engine share. Methods need ``lock``, unless they say otherwise."""
 
     def __init__(self, file: ChunkFile) -> None:
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)
-        """Notified when a release or a wait may go on."""
+        """Notified when a release, a wait or a wait_until_idle may go on."""
         self.file = file
         self.entries: dict[int, Entry] = {}
         self.slots = SlotAllocator()
@@ -185,6 +185,8 @@ class Ledger:
 
     def check_usable(self, name: str) -> None:
         """Raises where waiting any longer would be in vain."""
+        if isinstance(self.failure, ConfigError):
+            raise ConfigError(str(self.failure)) from self.failure
         if self.failure is not None:
             raise InternalError(
                 f"{name!r}: an I/O thread of the engine on {self.file.path} stopped: {self.failure!r}"
@@ -257,6 +259,8 @@ class Ledger:
         entry.busy -= 1
         if entry.busy == 0 and entry.dead:
             self._retire_if_idle(entry)
+        if self.counters.in_flight_bytes == 0:
+            self.progress.notify_all()
 
     def _retire_if_idle(self, entry: Entry) -> None:
         if entry.busy:

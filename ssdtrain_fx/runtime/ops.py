@@ -103,7 +103,8 @@ def _fake_wait(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Tensor:
-    assert stride is not None and dtype is not None, "only graphs that are not traced again leave these open"
+    assert stride is not None, "only graphs that are not traced again leave this open"
+    assert dtype is not None, "only graphs that are not traced again leave this open"
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 

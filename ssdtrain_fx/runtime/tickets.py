@@ -51,4 +51,6 @@ class Tickets:
         memory = self._open.pop(number, None)
         if memory is None:
             raise InternalError(f"wait got a ticket with number {number}, which no reload issued or which was used")
-        return memory.tensor, memory.token
+        tensor, token = memory.tensor, memory.token
+        del memory.tensor, memory.token  # the ticket may outlive the last use of the tensor
+        return tensor, token

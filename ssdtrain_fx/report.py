@@ -1,0 +1,114 @@
+"""Look inside: what would be offloaded, and why not the rest. Nothing is compiled to code, nothing touches a disk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ssdtrain_fx.aot_eager import compile_with_aot_eager
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.dry_run import compile_to_zeros
+from ssdtrain_fx.passes.pipeline import OffloadedStep
+from ssdtrain_fx.passes.plan import Keep, Plan, SavedStorage
+from ssdtrain_fx.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GraphReport:
+    """One training graph: its plan, and its scheduled joint graph before and after as text."""
+
+    plan: Plan
+    joint_before: str
+    joint_after: str
+
+    def summary(self) -> str:
+        """One line: did it help?"""
+        plan = self.plan
+        return (
+            f"predicted activation peak {format_bytes(plan.peak_before_bytes)} -> {format_bytes(plan.peak_after_bytes)}; "
+            f"{format_bytes(plan.offloaded_bytes)} out and back per step; "
+            f"{len(plan.offloaded)} of {len(plan.storages)} saved storages offloaded"
+        )
+
+    def table(self) -> str:
+        """One row per saved storage, in the order of forward."""
+        rows = [_HEADER, *(_row(storage) for storage in self.plan.storages)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What :func:`explain` returns. ``print(report)`` shows everything but the graphs."""
+
+    graphs: tuple[GraphReport, ...]
+    """One per compiled graph: several when Dynamo breaks the graph, none for code without gradients."""
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "No graph of this call saves anything for backward (no gradient is needed, or nothing was captured)."
+        parts: list[str] = []
+        for idx, graph in enumerate(self.graphs):
+            title = f"graph {idx} of {len(self.graphs)}: " if len(self.graphs) > 1 else ""
+            parts.append(f"{title}{graph.summary()}\n\n{graph.table()}")
+        return "\n\n".join(parts)
+
+
+_HEADER = ("storage", "shape", "dtype", "size", "op", "source", "decision", "reason")
+
+
+def _row(storage: SavedStorage) -> tuple[str, ...]:
+    decision = storage.decision
+    return (
+        storage.name,
+        "[" + ", ".join(storage.shape) + "]",
+        storage.dtype,
+        format_bytes(storage.size_bytes),
+        storage.op,
+        storage.source,
+        "keep" if isinstance(decision, Keep) else "offload",
+        decision.reason,
+    )
+
+
+def explain(model: Callable[..., Any], *inputs: Any, config: OffloadConfig | None = None, **kwargs: Any) -> Report:
+    """What the backend would do with ``model(*inputs, **kwargs)``.
+
+    Traces the call as ``torch.compile(model, backend=ssdtrain_fx.backend(config))`` would and stops before code is
+    generated. Nothing is computed: the traced call returns zeros, and buffers get their values back.
+
+    Args:
+        model: a module or a function; a compiled module is explained by the module in it.
+        inputs: as for the model. They should require gradients where they do in training.
+
+    Raises:
+        BudgetError: ``config.memory_budget_bytes`` is out of reach.
+    """
+    from ssdtrain_fx.inductor import trace_with_inductor
+
+    config = OffloadConfig() if config is None else config
+    model = getattr(model, "_orig_mod", model)
+    steps: list[OffloadedStep] = []
+
+    def trace(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        if config.inner == "aot_eager":
+            return compile_with_aot_eager(
+                gm, example_inputs, config, observe=steps.append, compiler=compile_to_zeros
+            )
+        return trace_with_inductor(gm, example_inputs, config, observe=steps.append)
+
+    buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
+    values = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.compile(model, backend=trace)(*inputs, **kwargs)
+    finally:
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(values[name])
+    return Report(tuple(GraphReport(step.plan, step.joint_before, step.joint_after) for step in steps))

@@ -1,0 +1,197 @@
+"""Stand-ins for the file and the GPU, driven by hand, so that every race of interest can be set up without sleeping."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
+
+
+class MemoryFile:
+    """A file in memory. ``write_error`` and ``read_error`` say which transfers fail, by index; the gates hold them."""
+
+    def __init__(self, directory: str = "/nowhere") -> None:
+        self.path = f"{directory}/(fake file)"
+        self.io_path = "fake"
+        self.data = bytearray()
+        self.capacity_bytes: int | None = None
+        self.write_error: Callable[[int], OSError | None] = lambda index: None
+        self.read_error: Callable[[int], OSError | None] = lambda index: None
+        self.writes_may_go_on = threading.Event()
+        self.writes_may_go_on.set()
+        self.reads_may_go_on = threading.Event()
+        self.reads_may_go_on.set()
+        self.write_begun = threading.Semaphore(0)
+        self.read_begun = threading.Semaphore(0)
+        self.write_count = 0
+        self.read_count = 0
+        self.closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data)
+
+    def fileno(self) -> int:
+        return -1
+
+    def grow(self, size_bytes: int) -> OSError | None:
+        if self.capacity_bytes is not None and size_bytes > self.capacity_bytes:
+            return OSError(errno.ENOSPC, "No space left on device")
+        with self._lock:
+            self.data.extend(bytes(max(0, size_bytes - len(self.data))))
+        return None
+
+    def shrink(self, size_bytes: int, from_bytes: int) -> None:
+        with self._lock:
+            if len(self.data) == from_bytes:
+                del self.data[size_bytes:]
+
+    def write(self, data: memoryview, offset_bytes: int) -> None:
+        with self._lock:
+            index, self.write_count = self.write_count, self.write_count + 1
+        self.write_begun.release()
+        assert self.writes_may_go_on.wait(60)
+        error = self.write_error(index)
+        if error is not None:
+            raise error
+        with self._lock:
+            self.data[offset_bytes : offset_bytes + len(data)] = data
+
+    def read(self, data: memoryview, offset_bytes: int) -> None:
+        with self._lock:
+            index, self.read_count = self.read_count, self.read_count + 1
+        self.read_begun.release()
+        assert self.reads_may_go_on.wait(60)
+        error = self.read_error(index)
+        if error is not None:
+            raise error
+        with self._lock:
+            data[:] = self.data[offset_bytes : offset_bytes + len(data)]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@contextlib.contextmanager
+def engine_on(file: MemoryFile, directory: str, **options: object) -> Iterator[Engine]:
+    """An engine with chunks of 4096 bytes on ``file``."""
+    config = EngineConfig(ssd_dir=directory, **options)  # type: ignore[arg-type]
+    with Engine(config, open_file=lambda _: file, chunk_bytes=4096) as engine:
+        try:
+            yield engine
+        finally:
+            file.writes_may_go_on.set()
+            file.reads_may_go_on.set()
+
+
+def offload(engine: Engine, x: Tensor, name: str = "x") -> Tensor:
+    """Offload, release, and overwrite ``x`` as a compiler might."""
+    token = engine.offload(x, name)
+    token = engine.release(token, x)
+    if x.numel():
+        x.fill_(1)
+    return token
+
+
+def fetch(engine: Engine, token: Tensor, like: Tensor, stride: tuple[int, ...] | None = None) -> Tensor:
+    """Reload and wait."""
+    y = engine.reload(token, like.size(), like.stride() if stride is None else stride, like.dtype, like.device)
+    engine.wait(y, token)
+    return y
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self._done = threading.Event()
+
+    def record(self, stream: FakeStream) -> None:
+        stream.log.append(("record", self))
+        if self._cuda.device_is_fast:
+            self._done.set()
+        else:
+            self._cuda.unfinished.append(self)
+
+    def finish(self) -> None:
+        self._done.set()
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def synchronize(self) -> None:
+        self._cuda.host_syncs.append(threading.current_thread().name)
+        assert self._done.wait(60)
+
+
+class FakeStream:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.log: list[tuple[str, object]] = []
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append(("wait", event))
+
+    def events(self, verb: str) -> list[object]:
+        return [event for logged, event in self.log if logged == verb]
+
+
+class _Runtime:
+    def __init__(self) -> None:
+        self.registered: collections.Counter[int] = collections.Counter()
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        self.registered[address] += 1
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered[address] -= 1
+        return 0
+
+
+class FakeCuda:
+    """The part of ``torch.cuda`` that the runtime uses. "GPU" tensors lie in ordinary memory and copies happen at once;
+    what is simulated is when the device *says* that it got there."""
+
+    def __init__(self, *, device_is_fast: bool = True) -> None:
+        self.device_is_fast = device_is_fast
+        self.unfinished: list[FakeEvent] = []
+        self.host_syncs: list[str] = []
+        self.current = FakeStream("current")
+        self.side_streams: list[FakeStream] = []
+        self.runtime = _Runtime()
+
+    def is_available(self) -> bool:
+        return True
+
+    def Event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        stream = FakeStream(("out", "back")[len(self.side_streams)])
+        self.side_streams.append(stream)
+        return stream
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        yield
+
+    def cudart(self) -> _Runtime:
+        return self.runtime
+
+    def finish_all(self) -> None:
+        """The device catches up, and is fast from now on."""
+        self.device_is_fast = True
+        for event in self.unfinished:
+            event.finish()

@@ -1,0 +1,182 @@
+"""The order that the GPU path asks of the device, on a stand-in for ``torch.cuda``; and, with a GPU, the real thing."""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from runtime_fakes import FakeCuda, MemoryFile, fetch, offload
+
+from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.cuda import CudaMover
+from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.lane import Lane
+from ssdtrain_fx.runtime.staging import StagingPool
+
+
+class StandInEngine(Engine):
+    """CPU tensors take the path of CUDA tensors."""
+
+    def __init__(self, directory: str, file: MemoryFile, cuda: FakeCuda, budget_bytes: int = 1 << 20) -> None:
+        self.pool = StagingPool(budget_bytes, 4096)
+        self.fake_cuda = cuda
+        super().__init__(EngineConfig(ssd_dir=directory), open_file=lambda _: file)
+
+    def _make_lane(self, device_type: str) -> Lane:
+        mover = CudaMover(self.fake_cuda)
+        return Lane(self._ledger, mover, self.pool, thread_count=4, checksum=False)
+
+
+@pytest.fixture
+def file() -> MemoryFile:
+    return MemoryFile()
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    return FakeCuda()
+
+
+@pytest.fixture
+def engine(tmp_path: Path, file: MemoryFile, cuda: FakeCuda) -> Iterator[StandInEngine]:
+    with StandInEngine(str(tmp_path), file, cuda) as engine:
+        yield engine
+        cuda.finish_all()
+
+
+def test_round_trip_and_order_on_the_streams(engine: StandInEngine, cuda: FakeCuda) -> None:
+    """
+    current:  record(ready)              wait(copied 0, 1)   record(allocated)                    wait(landed 0, 1)
+    out:            wait(ready) copy record(copied 0) ...
+    back:                                                        wait(allocated) copy record(landed 0) ...
+    """
+    x = torch.arange(1024)
+    cuda.device_is_fast = False
+    token = engine.release(engine.offload(x, "x"), x)
+    out, back = cuda.side_streams
+    [ready] = cuda.current.events("record")
+    copied = out.events("record")
+    assert len(copied) == 2
+    assert out.log == [("wait", ready), ("record", copied[0]), ("wait", ready), ("record", copied[1])]
+    assert set(cuda.current.events("wait")) == set(copied)
+    assert threading.main_thread().name not in cuda.host_syncs
+    x.fill_(1)
+    cuda.finish_all()
+    engine.wait_until_idle()
+
+    y = engine.reload(token, x.size(), x.stride(), x.dtype, x.device)
+    engine.wait(y, token)
+    allocated = cuda.current.events("record")[1]
+    landed = back.events("record")
+    assert back.events("wait") == [allocated, allocated]
+    assert set(cuda.current.events("wait")[2:]) == set(landed)
+    assert threading.main_thread().name not in cuda.host_syncs
+    assert torch.equal(y, torch.arange(1024))
+
+
+def test_nothing_is_written_before_the_copy_is_over(engine: StandInEngine, cuda: FakeCuda, file: MemoryFile) -> None:
+    cuda.device_is_fast = False
+    token = offload(engine, torch.arange(1024))
+    assert engine.statistics().in_flight_bytes == 8192
+    assert file.write_count == 0
+    cuda.finish_all()
+    engine.wait_until_idle()
+    assert file.write_count == 2
+    assert torch.equal(fetch(engine, token, torch.arange(1024)), torch.arange(1024))
+
+
+def test_reads_run_ahead_of_a_slow_device(engine: StandInEngine, cuda: FakeCuda, file: MemoryFile) -> None:
+    """Eight chunks, four threads: no thread may sit on an event while there is something to read."""
+    token = offload(engine, torch.arange(8 * 512))
+    engine.wait_until_idle()
+    cuda.device_is_fast = False
+    y = engine.reload(token, (8 * 512,), (1,), torch.int64, torch.device("cpu"))
+    engine.wait(y, token)  # the host waits for the copies to be enqueued, not for the device
+    assert file.read_count == 8
+    assert engine.statistics().in_flight_bytes > 0
+    cuda.finish_all()
+    engine.wait_until_idle()
+    assert engine.pool.available == engine.pool.buffer_limit
+
+
+def test_memory_of_a_reload_without_wait_lives_until_the_device_is_done(
+    engine: StandInEngine, cuda: FakeCuda, file: MemoryFile
+) -> None:
+    token = offload(engine, torch.arange(512))
+    engine.wait_until_idle()
+    cuda.device_is_fast = False
+    y = engine.reload(token, (512,), (1,), torch.int64, torch.device("cpu"))
+    storage = weakref.ref(y.untyped_storage())
+    file.read_begun.acquire()
+    del y, token
+    assert storage() is not None
+    assert engine.statistics().slots_in_use == 1
+    cuda.finish_all()
+    engine.wait_until_idle()
+    assert engine.statistics().slots_in_use == 0
+
+
+def test_source_of_an_offload_without_release_lives_until_the_device_is_done(
+    engine: StandInEngine, cuda: FakeCuda, file: MemoryFile
+) -> None:
+    cuda.device_is_fast = False
+    x = torch.arange(512)
+    token = engine.offload(x, "x")
+    entry = next(iter(engine._ledger.entries.values()))
+    del x, token
+    assert engine.statistics().slots_in_use == 1
+    assert entry.source is not None
+    cuda.finish_all()
+    engine.wait_until_idle()
+    assert entry.source is None
+    assert file.write_count == 0  # the write was cancelled
+    assert engine.statistics().slots_in_use == 0
+
+
+def test_a_forwarded_chunk_waits_for_the_copy_out(engine: StandInEngine, cuda: FakeCuda, file: MemoryFile) -> None:
+    cuda.device_is_fast = False
+    token = offload(engine, torch.arange(512))
+    [copied] = cuda.side_streams[0].events("record")
+    y = engine.reload(token, (512,), (1,), torch.int64, torch.device("cpu"))
+    engine.wait(y, token)
+    allocated = cuda.current.events("record")[1]
+    assert cuda.side_streams[1].events("wait") == [allocated, copied]
+    assert file.write_count == file.read_count == 0
+
+
+def test_staging_smaller_than_the_tensor(tmp_path: Path, file: MemoryFile, cuda: FakeCuda) -> None:
+    with StandInEngine(str(tmp_path), file, cuda, budget_bytes=8192) as engine:
+        for _ in range(3):
+            token = offload(engine, torch.arange(10 * 512))
+            assert torch.equal(fetch(engine, token, torch.arange(10 * 512)), torch.arange(10 * 512))
+    assert set(cuda.runtime.registered.values()) == {0}
+    assert len(cuda.runtime.registered) <= 2
+
+
+def test_a_failed_write_is_kept_and_comes_back(engine: StandInEngine, file: MemoryFile) -> None:
+    file.capacity_bytes = 4096
+    token = offload(engine, torch.arange(1024))
+    engine.wait_until_idle()
+    assert engine.statistics().kept_bytes == 4096
+    assert torch.equal(fetch(engine, token, torch.arange(1024)), torch.arange(1024))
+
+
+def test_memory_that_cannot_be_pinned(engine: StandInEngine, cuda: FakeCuda) -> None:
+    cuda.runtime.cudaHostRegister = lambda address, size_bytes, flags: 2  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"cannot pin 4096 bytes .*CUDA error 2.* Lower host_budget_bytes"):
+        offload(engine, torch.arange(3))  # the first op, or the second where an I/O thread was faster
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_on_a_gpu(tmp_path: Path) -> None:
+    with Engine(EngineConfig(ssd_dir=str(tmp_path), host_budget_bytes=16 << 20)) as engine:
+        for size in (3, 1000, 30_000_000):
+            x = torch.randn(size, device="cuda")
+            expected = x.clone()
+            token = offload(engine, x)
+            for _ in range(2):
+                assert torch.equal(fetch(engine, token, expected), expected)

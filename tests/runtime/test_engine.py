@@ -1,0 +1,301 @@
+"""What the engine does between offload and wait: forwarding, cancelling, checking, counting."""
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from runtime_fakes import MemoryFile, engine_on, fetch, offload
+from torch import Tensor
+
+from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+def test_release_refuses_a_copy(directory: str) -> None:
+    """Hazard: a layout constraint makes the compiler pass a copy to one of the ops."""
+    with engine_on(MemoryFile(), directory) as engine:
+        x = torch.arange(12).view(3, 4)
+        token = engine.offload(x, "relu_7")
+        with pytest.raises(InternalError, match=r"release\('relu_7'\) .*compiler passed a copy(.|\n)*report"):
+            engine.release(token, x.clone())
+        with pytest.raises(InternalError, match=r"strides \(1, 3\)"):
+            engine.release(token, x.as_strided((3, 4), (1, 3)))
+        engine.release(token, x)
+
+
+def test_release_does_not_mind_the_stride_of_a_dimension_of_size_1(directory: str) -> None:
+    with engine_on(MemoryFile(), directory) as engine:
+        x = torch.arange(4).view(1, 4)
+        engine.release(engine.offload(x, "x"), x.as_strided((1, 4), (77, 1)))
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [((4, 3), torch.int64), ((12,), torch.int64), ((3, 4), torch.float64)], ids=str
+)
+def test_reload_refuses_another_shape_or_dtype(directory: str, size: tuple[int, ...], dtype: torch.dtype) -> None:
+    with engine_on(MemoryFile(), directory) as engine:
+        token = offload(engine, torch.arange(12).view(3, 4), "mm_1")
+        stride = torch.empty(size).stride()
+        with pytest.raises(
+            InternalError, match=r"reload\('mm_1'\) asks for .*; offload got torch.int64\[3, 4\] on cpu"
+        ):
+            engine.reload(token, size, stride, dtype, torch.device("cpu"))
+
+
+def test_reload_goes_by_the_offloaded_tensor_where_nothing_is_asked(directory: str) -> None:
+    with engine_on(MemoryFile(), directory) as engine:
+        x = torch.arange(12, dtype=torch.int16).view(3, 4).t()
+        expected = x.clone()
+        token = offload(engine, x)
+        y = engine.reload(token, x.size(), None, None, x.device)
+        engine.wait(y, token)
+        assert (y.stride(), y.dtype) == (x.stride(), x.dtype)
+        assert torch.equal(y, expected)
+
+
+def test_wait_refuses_a_tensor_that_no_reload_made(directory: str) -> None:
+    with engine_on(MemoryFile(), directory) as engine:
+        token = offload(engine, torch.arange(12), "mm_1")
+        with pytest.raises(InternalError, match=r"wait\('mm_1'\) .* no reload returned"):
+            engine.wait(torch.empty(12), token)
+
+
+def test_other_layouts_and_devices_are_refused(directory: str) -> None:
+    with engine_on(MemoryFile(), directory) as engine:
+        with pytest.raises(InternalError, match="expected a strided tensor"):
+            engine.offload(torch.eye(3).to_sparse(), "x")
+        with pytest.raises(ConfigError, match="got one on 'meta'"):
+            engine.offload(torch.empty(3, device="meta"), "x")
+
+
+def test_a_reload_before_the_write_is_over_is_served_from_staging(directory: str) -> None:
+    """offload, release (both chunks staged, write held) -> reload -> wait returns with the write still held."""
+    file = MemoryFile()
+    with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
+        file.writes_may_go_on.clear()
+        x = torch.arange(1024)
+        expected = x.clone()
+        token = offload(engine, x)
+        file.write_begun.acquire()
+        assert torch.equal(fetch(engine, token, expected), expected)
+        assert file.read_count == 0
+        statistics = engine.statistics()
+        assert (statistics.forwarded, statistics.forwarded_bytes) == (1, 8192)
+        assert statistics.bytes_written == statistics.bytes_read == 0
+        file.writes_may_go_on.set()
+        engine.wait_until_idle()
+        assert torch.equal(fetch(engine, token, expected), expected)
+        assert engine.statistics().bytes_read == 8192
+
+
+def test_a_reload_before_release_waits_for_the_copy(directory: str) -> None:
+    """Staging is full and writes are held, so chunks are still in the tensor when the reload comes."""
+    file = MemoryFile()
+    with engine_on(file, directory, host_budget_bytes=8192) as engine:
+        file.writes_may_go_on.clear()
+        x = torch.arange(4096)
+        token = engine.offload(x, "x")
+        y = engine.reload(token, x.size(), x.stride(), x.dtype, x.device)
+        file.write_begun.acquire()
+        file.writes_may_go_on.set()
+        engine.wait(y, token)
+        assert torch.equal(y, torch.arange(4096))
+        engine.release(token, x)
+
+
+def test_release_waits_for_the_last_copy_and_counts_it(directory: str) -> None:
+    """Two staging buffers, one of them for reads: with the write held, the second chunk cannot leave the tensor."""
+    file = MemoryFile()
+    with engine_on(file, directory, host_budget_bytes=8192) as engine:
+        file.writes_may_go_on.clear()
+        x = torch.arange(1024)
+        token = engine.offload(x, "x")
+        released = threading.Event()
+
+        def release() -> None:
+            engine.release(token, x)
+            x.fill_(1)
+            released.set()
+
+        thread = threading.Thread(target=release)
+        thread.start()
+        file.write_begun.acquire()
+        assert not released.is_set()
+        file.writes_may_go_on.set()
+        thread.join(60)
+        assert released.is_set()
+        assert engine.statistics().release_stall_s > 0
+        assert torch.equal(fetch(engine, token, torch.arange(1024)), torch.arange(1024))
+
+
+def test_queued_writes_are_cancelled_when_the_token_dies(directory: str) -> None:
+    file = MemoryFile()
+    with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
+        file.writes_may_go_on.clear()
+        first = offload(engine, torch.arange(512))
+        second = offload(engine, torch.arange(512))
+        file.write_begun.acquire()
+        file.write_begun.acquire()  # both threads are held in a write
+        third = offload_without_release(engine)
+        assert engine.statistics().slots_in_use == 3
+        del third
+        assert engine.statistics().slots_in_use in (2, 3)  # 3 while a thread had begun to copy it
+        file.writes_may_go_on.set()
+        engine.wait_until_idle()
+        statistics = engine.statistics()
+        assert statistics.slots_in_use == 2
+        assert statistics.cancelled_bytes == 4096
+        assert file.write_count == 2
+        del first, second
+
+
+def offload_without_release(engine: Engine) -> Tensor:
+    return engine.offload(torch.arange(512), "x")
+
+
+def test_a_slot_is_not_reused_while_a_dead_tensor_is_still_written(directory: str) -> None:
+    """1. a write is held, 2. its token dies, 3. another tensor comes: it must not get the same bytes of the file."""
+    file = MemoryFile()
+    with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
+        file.writes_may_go_on.clear()
+        token = offload(engine, torch.arange(512))
+        file.write_begun.acquire()
+        del token
+        assert engine.statistics().slots_in_use == 1
+        expected = torch.arange(512) * 3
+        other = offload(engine, expected.clone())
+        file.writes_may_go_on.set()
+        engine.wait_until_idle()
+        assert engine.statistics().slots_in_use == 1
+        assert torch.equal(fetch(engine, other, expected), expected)
+
+
+def test_a_reload_without_wait_leaves_nothing_behind(directory: str) -> None:
+    """An exception between the two ops, with the read still under way: the memory must live as long as the read."""
+    file = MemoryFile()
+    with engine_on(file, directory) as engine:
+        token = offload(engine, torch.arange(512))
+        engine.wait_until_idle()
+        file.reads_may_go_on.clear()
+        y = engine.reload(token, (512,), (1,), torch.int64, torch.device("cpu"))
+        alive = weakref.ref(y.untyped_storage())
+        file.read_begun.acquire()
+        del y, token
+        assert engine.statistics().slots_in_use == 1
+        file.reads_may_go_on.set()
+        engine.wait_until_idle()
+        assert engine.statistics().slots_in_use == 0
+        gc.collect()
+        assert alive() is None
+
+
+def test_the_source_is_held_until_it_was_copied_even_without_release(directory: str) -> None:
+    """An exception after offload frees the tensor in the frame; an I/O thread may still be about to read it."""
+    file = MemoryFile()
+    with engine_on(file, directory, host_budget_bytes=8192) as engine:
+        file.writes_may_go_on.clear()
+        x = torch.arange(5120)
+        expected = x.clone()
+        token = engine.offload(x, "x")
+        del x
+        file.write_begun.acquire()
+        file.writes_may_go_on.set()
+        assert torch.equal(fetch(engine, token, expected), expected)
+
+
+def test_an_engine_survives_threads_that_wait_when_it_is_closed(directory: str) -> None:
+    file = MemoryFile()
+    errors: list[BaseException] = []
+    with engine_on(file, directory) as engine:
+        small, token = offload(engine, torch.arange(512)), offload(engine, torch.arange(1024), "gelu_3")
+        engine.wait_until_idle()
+        file.reads_may_go_on.clear()
+
+        def backward() -> None:
+            try:
+                fetch(engine, token, torch.arange(1024))
+            except ActivationLostError as error:
+                errors.append(error)
+
+        held = [engine.reload(small, (512,), (1,), torch.int64, torch.device("cpu")) for _ in range(2)]
+        file.read_begun.acquire()
+        file.read_begun.acquire()  # both I/O threads are held in a read
+        waiter = threading.Thread(target=backward)
+        waiter.start()
+        file.read_begun.acquire()  # and so is the thread that waits, with one of its two chunks
+        closer = threading.Thread(target=engine.close)
+        closer.start()
+        while not engine._lanes["cpu"]._closing:
+            pass
+        file.reads_may_go_on.set()
+        waiter.join(60)
+        del held
+        assert "'gelu_3' cannot be read back: the engine on /nowhere/(fake file) was closed" in str(errors[0])
+        closer.join(60)
+        assert file.closed
+
+
+def test_an_io_thread_that_fails_unexpectedly_stops_those_who_wait(directory: str) -> None:
+    file = MemoryFile()
+    file.read_error = lambda index: MemoryError("no memory")  # type: ignore[assignment,return-value]
+    with engine_on(file, directory) as engine:
+        token = offload(engine, torch.arange(512), "gelu_3")
+        engine.wait_until_idle()
+        with pytest.raises(InternalError, match=r"'gelu_3': an I/O thread .* stopped: MemoryError"):
+            fetch(engine, token, torch.arange(512))
+
+
+def test_statistics_of_one_step(directory: str) -> None:
+    with engine_on(MemoryFile(), directory) as engine:
+        assert engine.statistics().io_path == "fake"
+        kept_alive = offload(engine, torch.arange(1000))
+        engine.wait_until_idle()
+        before = engine.statistics()
+        token = offload(engine, torch.arange(2000))
+        engine.wait_until_idle()
+        fetch(engine, token, torch.arange(2000))
+        step = engine.statistics().since(before)
+        assert (step.offloads, step.reloads, step.bytes_written, step.bytes_read) == (1, 1, 16000, 16000)
+        assert (step.slots_in_use, step.slot_bytes_in_use) == (2, 8192 + 16384)  # gauges are not differences
+        assert step.stall_s == step.release_stall_s + step.wait_stall_s
+        both = engine.statistics() + engine.statistics()
+        assert both.offloads == 4
+        assert both.io_path == "fake"
+        del kept_alive
+
+
+def test_a_large_file_is_cut_after_use(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssdtrain_fx.runtime.ledger.TRIM_ABOVE_BYTES", 8192)
+    file = MemoryFile()
+    with engine_on(file, directory) as engine:
+        large = offload(engine, torch.arange(10_000))
+        engine.wait_until_idle()
+        del large
+        engine.wait_until_idle()
+        small = offload(engine, torch.arange(10))
+        engine.wait_until_idle()
+        assert file.size_bytes == 81920
+        del small
+        token = offload(engine, torch.arange(700))  # may land before or beyond the tail that is being cut
+        engine.wait_until_idle()
+        assert torch.equal(fetch(engine, token, torch.arange(700)), torch.arange(700))
+
+
+def test_the_real_file_has_no_name_and_mode_0600(tmp_path: Path) -> None:
+    with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
+        token = offload(engine, torch.arange(1000))
+        engine.wait_until_idle()
+        assert list(tmp_path.iterdir()) == []
+        status = Path(f"/proc/self/fd/{engine._file.fileno()}").stat()
+        assert status.st_mode & 0o777 == 0o600
+        assert status.st_nlink == 0
+        del token

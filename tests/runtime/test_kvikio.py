@@ -1,0 +1,163 @@
+"""The KvikIO path, on a stand-in for the module: the real one hangs where there is no GPU."""
+
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from runtime_fakes import FakeCuda, fetch, offload
+from torch import Tensor
+
+from ssdtrain_fx.errors import ActivationLostError, ConfigError
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover, import_kvikio
+from ssdtrain_fx.runtime.lane import Lane
+
+
+class FakeFuture:
+    def __init__(self, result: int | RuntimeError) -> None:
+        self._results = [result]
+
+    def get(self) -> int:
+        result = self._results.pop()  # a second call raises, as in KvikIO
+        if isinstance(result, RuntimeError):
+            raise result
+        return result
+
+
+class FakeKvikio:
+    def __init__(self) -> None:
+        self.failing: set[str] = set()
+        self.short: set[str] = set()
+        self.calls: list[tuple[str, int, int]] = []
+        self.closed = False
+
+    def CuFile(self, path: str, flags: str) -> "FakeKvikio":
+        self._descriptor = os.open(path, os.O_RDWR)
+        return self
+
+    def _transfer(self, verb: str, data: Tensor, size: int, file_offset: int) -> FakeFuture:
+        self.calls.append((verb, size, file_offset))
+        if verb in self.failing:
+            return FakeFuture(RuntimeError("POSIX error: no space"))
+        if verb in self.short:
+            return FakeFuture(size - 1)
+        if verb == "pwrite":
+            return FakeFuture(os.pwrite(self._descriptor, memoryview(data.numpy()), file_offset))
+        return FakeFuture(os.preadv(self._descriptor, [memoryview(data.numpy())], file_offset))
+
+    def pwrite(self, data: Tensor, size: int, file_offset: int) -> FakeFuture:
+        return self._transfer("pwrite", data, size, file_offset)
+
+    def pread(self, data: Tensor, size: int, file_offset: int) -> FakeFuture:
+        return self._transfer("pread", data, size, file_offset)
+
+    def close(self) -> None:
+        self.closed = True
+        os.close(self._descriptor)
+
+
+class StandInEngine(Engine):
+    """CPU tensors take the path of CUDA tensors."""
+
+    def __init__(self, directory: str, kvikio: FakeKvikio) -> None:
+        self.fake_kvikio = kvikio
+        super().__init__(EngineConfig(ssd_dir=directory))
+
+    def _make_lane(self, device_type: str) -> Lane:
+        return KvikioLane(self._ledger, self.fake_kvikio, KvikioMover(FakeCuda()))
+
+
+@pytest.fixture
+def kvikio() -> FakeKvikio:
+    return FakeKvikio()
+
+
+@pytest.fixture
+def engine(tmp_path: Path, kvikio: FakeKvikio) -> Iterator[StandInEngine]:
+    with StandInEngine(str(tmp_path), kvikio) as engine:
+        yield engine
+    assert kvikio.closed
+
+
+def test_round_trip_without_staging(engine: StandInEngine, kvikio: FakeKvikio) -> None:
+    token = offload(engine, torch.arange(10_000))
+    for _ in range(2):
+        assert torch.equal(fetch(engine, token, torch.arange(10_000)), torch.arange(10_000))
+    assert kvikio.calls == [("pwrite", 80_000, 0), ("pread", 80_000, 0), ("pread", 80_000, 0)]
+    statistics = engine.statistics()
+    assert (statistics.bytes_written, statistics.bytes_read, statistics.staging_bytes) == (80_000, 160_000, 0)
+
+
+@pytest.mark.parametrize("fault", ["failing", "short"])
+def test_a_failed_write_is_kept(engine: StandInEngine, kvikio: FakeKvikio, fault: str) -> None:
+    getattr(kvikio, fault).add("pwrite")
+    token = offload(engine, torch.arange(10_000))
+    assert torch.equal(fetch(engine, token, torch.arange(10_000)), torch.arange(10_000))
+    assert engine.statistics().kept_bytes == 80_000
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("failing", "KvikIO pread: POSIX error"), ("short", "short KvikIO pread: 79999 of 80000 bytes")],
+)
+def test_a_failed_read_stops_backward(engine: StandInEngine, kvikio: FakeKvikio, fault: str, message: str) -> None:
+    getattr(kvikio, fault).add("pread")
+    token = offload(engine, torch.arange(10_000))
+    with pytest.raises(ActivationLostError, match=message.replace("pread", "read")):
+        fetch(engine, token, torch.arange(10_000))
+
+
+class Gpu:
+    def __init__(self, available: bool) -> None:
+        self.available = available
+
+    def is_available(self) -> bool:
+        return self.available
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module named kvikio that says that GPUDirect Storage is there."""
+    module, driver = types.ModuleType("kvikio"), types.ModuleType("kvikio.cufile_driver")
+    driver.get = lambda name: {"is_gds_available": True}[name]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvikio", module)
+    monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", driver)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    return module
+
+
+def test_without_a_gpu_it_is_never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} must not be touched without a GPU")
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    monkeypatch.setattr(importlib.util, "find_spec", refuse)
+    assert import_kvikio("auto", Gpu(False)) is None
+    assert import_kvikio("posix", Gpu(True)) is None
+    with pytest.raises(ConfigError, match=r"torch finds no usable CUDA GPU.*pip install ssdtrain-fx\[gds\]"):
+        import_kvikio("kvikio", Gpu(False))
+
+
+def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert import_kvikio("auto", Gpu(True)) is None
+    with pytest.raises(ConfigError, match="KvikIO is not installed"):
+        import_kvikio("kvikio", Gpu(True))
+
+
+def test_auto_takes_it_only_with_gpudirect_storage(installed: types.ModuleType) -> None:
+    assert import_kvikio("auto", Gpu(True)) is installed
+    sys.modules["kvikio.cufile_driver"].get = lambda name: False  # type: ignore[attr-defined]
+    assert import_kvikio("auto", Gpu(True)) is None
+    assert import_kvikio("kvikio", Gpu(True)) is installed
+
+
+def test_checksums_need_posix(installed: types.ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='checksum=True needs io="posix"'):
+        Engine(EngineConfig(ssd_dir=str(tmp_path), io="kvikio", checksum=True), cuda=FakeCuda())

@@ -1,0 +1,113 @@
+"""The registered ops: in eager code, under FakeTensors, and compiled."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.fx.experimental.proxy_tensor
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.runtime import ops as runtime
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engines import Engines
+
+ops = torch.ops.ssdtrain
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> str:
+    return EngineConfig(ssd_dir=str(tmp_path)).to_argument()
+
+
+def fetch(token: Tensor, like: Tensor) -> Tensor:
+    ticket = ops.reload(token, like.size(), like.stride(), like.dtype, like.device)
+    return ops.wait(ticket, like.size(), like.stride(), like.dtype, like.device)
+
+
+def test_round_trip(engine: str) -> None:
+    x = torch.randn(100, 50).t()
+    expected = x.clone()
+    before = runtime.statistics()
+    token = ops.release(ops.offload(x, x.stride(), "x", engine), x)
+    x.zero_()
+    first, second = fetch(token, x), fetch(token, x)
+    assert torch.equal(first, expected)
+    assert torch.equal(second, expected)
+    step = runtime.statistics().since(before)
+    assert (step.offloads, step.reloads) == (1, 2)
+    assert "posix" in step.io_path
+
+
+def test_a_ticket_is_good_for_one_wait(engine: str) -> None:
+    x = torch.randn(10)
+    token = ops.release(ops.offload(x, x.stride(), "x", engine), x)
+    ticket = ops.reload(token, x.size(), x.stride(), x.dtype, x.device)
+    ops.wait(ticket, x.size(), x.stride(), x.dtype, x.device)
+    with pytest.raises(InternalError, match="ticket with number"):
+        ops.wait(ticket, x.size(), x.stride(), x.dtype, x.device)
+
+
+def test_a_token_that_no_engine_made_is_refused() -> None:
+    with pytest.raises(InternalError, match="handle -5, which no engine made"):
+        ops.reload(torch.tensor([-5]), (1,), (1,), torch.float32, torch.device("cpu"))
+
+
+def test_the_engine_is_found_by_the_token(tmp_path: Path) -> None:
+    """Backward knows the token only; the two engines must not take each other's handles."""
+    engines = Engines()
+    arguments = [EngineConfig(ssd_dir=str(tmp_path), checksum=flag).to_argument() for flag in (False, True)]
+    first, second = (engines.open(argument) for argument in arguments)
+    assert engines.open(arguments[0]) is first
+    assert engines.open(EngineConfig(checksum=True, ssd_dir=str(tmp_path)).to_argument()) is second
+    x = torch.arange(5)
+    for engine in (first, second, first):
+        token = engine.release(engine.offload(x, "x"), x)
+        assert engines.engine_of(token) is engine
+    assert engines.statistics().offloads == 3
+    engines.close()
+
+
+def test_fakes_with_symbolic_sizes() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        rows = mode.shape_env.create_unbacked_symint()  # type: ignore[union-attr]
+        x = torch.empty_strided((6, 4), (1, 6), dtype=torch.bfloat16)
+        token = ops.release(ops.offload(x, x.stride(), "x", "{}"), x)
+        assert (token.shape, token.dtype, token.device.type) == ((1,), torch.int64, "cpu")
+        ticket = ops.reload(token, (rows, 4), (4, 1), torch.bfloat16, torch.device("cpu"))
+        y = ops.wait(ticket, (rows, 4), (4, 1), torch.bfloat16, torch.device("cpu"))
+        assert (y.stride(), y.dtype, y.device.type) == ((4, 1), torch.bfloat16, "cpu")
+        assert y.size(0) is rows or y.size(0).node.expr == rows.node.expr
+
+
+def test_traces_into_a_graph_and_runs_from_it(engine: str) -> None:
+    def program(x: Tensor) -> Tensor:
+        y = x * 2
+        token = ops.release(ops.offload(y, y.stride(), "mul", engine), y)
+        z = fetch(token, y)
+        return z + 1
+
+    graph = torch.fx.experimental.proxy_tensor.make_fx(program, tracing_mode="fake")(torch.ones(7, 3))
+    targets = [str(node.target) for node in graph.graph.nodes if str(node.target).startswith("ssdtrain")]
+    assert targets == [f"ssdtrain.{name}.default" for name in ("offload", "release", "reload", "wait")]
+    assert torch.equal(graph(torch.full((7, 3), 4.0)), torch.full((7, 3), 9.0))
+
+
+def test_tags() -> None:
+    for name in ("offload", "release", "reload", "wait"):
+        assert {torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe} <= set(getattr(ops, name).default.tags)
+
+
+def test_a_ticket_that_is_never_used_frees_its_tensor(engine: str) -> None:
+    """Backward may raise between reload and wait."""
+    x = torch.randn(10)
+    token = ops.release(ops.offload(x, x.stride(), "x", engine), x)
+    before = runtime.statistics().slots_in_use
+    ticket = ops.reload(token, x.size(), x.stride(), x.dtype, x.device)
+    del token
+    assert runtime.statistics().slots_in_use == before  # the ticket holds it
+    del ticket
+    runtime._engines.open(engine).wait_until_idle()
+    assert runtime.statistics().slots_in_use == before - 1

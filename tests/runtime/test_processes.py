@@ -1,0 +1,143 @@
+"""What a process leaves behind, and what it hands to its children."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import ssdtrain_fx
+
+PRELUDE = """
+import os, sys, threading
+import torch
+import ssdtrain_fx.runtime.ops as runtime
+from ssdtrain_fx.runtime.config import EngineConfig
+
+ops = torch.ops.ssdtrain
+engine = EngineConfig(ssd_dir=sys.argv[1]).to_argument()
+
+def offload(x):
+    return ops.release(ops.offload(x, x.stride(), "x", engine), x)
+
+def fetch(token, x):
+    ticket = ops.reload(token, x.size(), x.stride(), x.dtype, x.device)
+    return ops.wait(ticket, x.size(), x.stride(), x.dtype, x.device)
+
+torch.set_num_threads(1)  # OpenMP does not work in a forked child
+x = torch.arange(3_000_000)
+"""
+
+
+def start(script: str, directory: Path) -> subprocess.Popen[str]:
+    root = str(Path(ssdtrain_fx.__file__).parent.parent)
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(script), str(directory)],
+        env=os.environ | {"PYTHONPATH": root},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(script: str, directory: Path) -> tuple[int, str, str]:
+    with start(script, directory) as process:
+        try:
+            output, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    return process.returncode, output, errors
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("", 0),
+        ("raise ValueError('the user made a mistake')", 1),
+        ("sys.exit(3)", 3),
+        ("del token", 0),
+        ("runtime.close()", 0),
+    ],
+)
+def test_exit_with_transfers_in_flight(tmp_path: Path, ending: str, code: int) -> None:
+    script = f"""
+        tokens = [offload(x) for _ in range(3)]
+        token = ops.offload(x, x.stride(), "x", engine)
+        ticket = ops.reload(tokens[0], x.size(), x.stride(), x.dtype, x.device)
+        {ending}
+    """
+    returncode, _, errors = run(script, tmp_path)
+    assert returncode == code, errors
+    assert errors.count("Traceback") == errors.count("the user made a mistake") <= 2
+    assert ("Traceback" in errors) == (code == 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kill_leaves_nothing(tmp_path: Path) -> None:
+    process = start(
+        """
+        token = offload(x)
+        print("offloaded", flush=True)
+        sys.stdin.read()
+        """,
+        tmp_path,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "offloaded\n"
+    assert list(tmp_path.iterdir()) == []
+    links = [str(entry.readlink()) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
+    assert [link.endswith(" (deleted)") for link in links if link.startswith(str(tmp_path))] == [True]
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_has_engines_of_its_own(tmp_path: Path) -> None:
+    script = """
+        from ssdtrain_fx.errors import ActivationLostError
+        token = offload(x)
+        lock = runtime._engines._lock
+        ledger = runtime._engines.open(engine)._ledger
+        with lock, ledger.lock:  # the fork may catch them in any state
+            child = os.fork()
+        if child == 0:
+            try:
+                fetch(token, x)
+            except ActivationLostError as error:
+                assert "made before this process was forked" in str(error)
+            else:
+                os._exit(1)
+            del token
+            assert runtime.statistics().offloads == 0
+            own = offload(x + 1)
+            ok = torch.equal(fetch(own, x), x + 1) and runtime.statistics().offloads == 1
+            runtime.close()
+            os._exit(0 if ok else 2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert torch.equal(fetch(token, x), x)
+        print(runtime.statistics().offloads)
+    """
+    returncode, output, errors = run(script, tmp_path)
+    assert (returncode, output) == (0, "1\n"), errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_engine_is_opened_again_and_old_tokens_say_so(tmp_path: Path) -> None:
+    script = """
+        token = offload(x)
+        runtime.close()
+        assert runtime.statistics().io_path == "none yet"
+        try:
+            fetch(token, x)
+        except ssdtrain_fx.ActivationLostError as error:
+            print(error)
+        assert torch.equal(fetch(offload(x), x), x)
+    """
+    returncode, output, errors = run("import ssdtrain_fx" + textwrap.dedent(script), tmp_path)
+    assert returncode == 0, errors
+    assert "belongs to an engine that was closed" in output

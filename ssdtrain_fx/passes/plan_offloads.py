@@ -61,7 +61,8 @@ def plan_offloads(
 
     Args:
         keep_what_is_needed_soon: False offloads every storage that may move.
-        in_flight_bytes: the window W; None takes two of the largest storage or 1/16 of all, whichever is more.
+        in_flight_bytes: the window W; None takes the largest storage or 1/32 of all, whichever is more, and on a GPU
+            twice that.
         memory_budget_bytes: stop as soon as the predicted peak is at most this; None means as low as possible.
 
     Raises:
@@ -74,8 +75,7 @@ def plan_offloads(
     before = memory_profile(intervals.values(), num_positions)
 
     moves = [_describe(candidate, alias_sets, positions, marker) for candidate in candidates if candidate.representative]
-    sizes = [move.size_bytes for move in moves]
-    window_bytes = in_flight_bytes or max(2 * max(sizes, default=0), sum(sizes) // 16)
+    window_bytes = in_flight_bytes or _default_window_bytes(moves)
     soon: set[int] = set()
     if keep_what_is_needed_soon:
         for idx, placement in _place(moves, {}, window_bytes, marker).items():
@@ -109,6 +109,13 @@ def plan_offloads(
         peak_before_bytes=before.peak_bytes,
         peak_after_bytes=after.peak_bytes,
     )
+
+
+def _default_window_bytes(moves: Sequence[_Move]) -> int:
+    """Enough for one transfer to hide behind another's compute. A GPU computes through a window sooner than a CPU."""
+    sizes = [move.size_bytes for move in moves]
+    on_gpu = any(move.candidate.saved_nodes[0].meta["val"].device.type == "cuda" for move in moves)
+    return max([*sizes, sum(sizes) // 32], default=0) * (2 if on_gpu else 1)
 
 
 def _describe(candidate: Candidate, alias_sets: AliasSets, positions: dict[fx.Node, int], marker: int) -> _Move:

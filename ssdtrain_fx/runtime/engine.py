@@ -107,8 +107,7 @@ class Engine:
             ledger.enter(handle, entry, lane.chunk_bytes)
             lane.enlist_copies(entry)
         if lane.mover.enqueues:
-            while lane.lend_to_copies(name):
-                pass
+            lane.begin_copies()
         ledger.trash.clear()
         return make_token(owner)
 
@@ -124,7 +123,7 @@ class Engine:
             )
         lane = self._lane(entry.device.type)
         if entry.uncopied:
-            self._wait_until_copied(lane, entry)
+            self._wait_until_copied(entry)
         for chunk in entry.chunks:
             copied = chunk.copied
             if copied is not None:
@@ -194,7 +193,7 @@ class Engine:
             )
         lane = self._lane(entry.device.type)
         if fill.unissued:
-            self._wait_until_issued(lane, fill)
+            self._wait_until_issued(fill)
         if fill.error is not None:
             raise lost(entry, self._file.path, fill.error) from fill.error
         for mark in fill.marks:
@@ -296,20 +295,20 @@ class Engine:
         pool = StagingPool(mover.default_budget_bytes if budget_bytes is None else budget_bytes, self._chunk_bytes)
         return Lane(self._ledger, mover, pool, thread_count=mover.thread_count, checksum=self.config.checksum)
 
-    def _wait_until_copied(self, lane: Lane, entry: Entry) -> None:
-        """Lend this thread to the copies, rather than let it idle, and block where no staging buffer is free."""
+    def _wait_until_copied(self, entry: Entry) -> None:
         ledger = self._ledger
         start_s = time.perf_counter()
-        while entry.uncopied:
-            lane.lend_to_copies(entry.name, lambda: entry.uncopied > 0)
         with ledger.lock:
+            while entry.uncopied:
+                ledger.check_usable(entry.name)
+                ledger.progress.wait()
             ledger.counters.release_stall_s += time.perf_counter() - start_s
 
-    def _wait_until_issued(self, lane: Lane, fill: Fill) -> None:
-        """Lend this thread to the reads, and block where none can be begun."""
+    def _wait_until_issued(self, fill: Fill) -> None:
         ledger = self._ledger
         start_s = time.perf_counter()
-        while fill.unissued:
-            lane.lend_to_reads(fill.entry.name, lambda: fill.unissued > 0)
         with ledger.lock:
+            while fill.unissued:
+                ledger.check_usable(fill.entry.name)
+                ledger.progress.wait()
             ledger.counters.wait_stall_s += time.perf_counter() - start_s

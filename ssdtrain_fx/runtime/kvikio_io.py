@@ -125,13 +125,14 @@ class KvikioLane(Lane):
                 self._device_file.write(data, offset_bytes)
             except OSError as write_error:
                 error = write_error
-        kept = None if error is None else torch.empty(chunk.length, dtype=torch.uint8).copy_(data)
+        kept = None
+        if error is not None:
+            kept = torch.empty(chunk.length, dtype=torch.uint8).copy_(data)
+            self._ledger.report_write_error(error)
         with self._ledger.lock:
             self._ledger.source_is_safe(chunk)
             self._written(chunk, kept)
             self._copied(chunk)
-        if error is not None:
-            self._ledger.report_write_error(error)
 
     def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
         return functools.partial(self._read_directly, fill, chunk, target)

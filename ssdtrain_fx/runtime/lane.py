@@ -56,7 +56,7 @@ class Lane:
         """Queues whose first mark a thread is blocked on."""
         self._thread_count = thread_count
         self._threads: list[threading.Thread] = []
-        self._lent_threads = 0
+        self._threads_inside = 0
         self._closing = False
 
     # -- called by the engine ------------------------------------------------------------------------------------------
@@ -81,35 +81,24 @@ class Lane:
         self._start_threads()
         self._work.notify(len(entry.chunks))
 
-    def lend_to_copies(self, name: str, still_blocked: Callable[[], bool] = lambda: False) -> bool:
-        """Do one copy on the caller's thread. If none can be begun, sleep while ``still_blocked``, and return False."""
-        return self._lend(self._next_copy, name, still_blocked)
-
-    def lend_to_reads(self, name: str, still_blocked: Callable[[], bool]) -> bool:
-        """The same for one read."""
-        return self._lend(self._next_read, name, still_blocked)
-
-    def _lend(self, choose: Callable[[], Task | None], name: str, still_blocked: Callable[[], bool]) -> bool:
+    def begin_copies(self) -> None:
+        """Begin copies on the caller's thread for as long as there are staging buffers."""
         ledger = self._ledger
-        with ledger.lock:
-            ledger.check_usable(name)
-            task = choose()
-            if task is None:
-                if still_blocked():
-                    ledger.progress.wait()
-                return False
-            self._lent_threads += 1
-        try:
-            task()
-        except Exception as failure:  # the chunk is neither here nor there now
-            ledger.stop_because_of(failure)
-        with ledger.lock:
-            self._lent_threads -= 1
-            if self._closing:
-                ledger.progress.notify_all()
-            if ledger.failure is not None:
-                ledger.check_usable(name)
-        return True
+        while True:
+            with ledger.lock:
+                task = None if self._closing else self._next_copy()
+                if task is None:
+                    return
+                self._threads_inside += 1
+            try:
+                task()
+            except Exception as failure:  # the chunk is neither here nor there now
+                ledger.stop_because_of(failure)
+                return
+            finally:
+                with ledger.lock:
+                    self._threads_inside -= 1
+                    ledger.progress.notify_all()
 
     def close(self) -> None:
         """Finish what was begun, drop the rest, join the threads. The ledger is closed already."""
@@ -119,7 +108,7 @@ class Lane:
         for thread in self._threads:
             thread.join()
         with self._ledger.lock:
-            while self._lent_threads:
+            while self._threads_inside:
                 self._ledger.progress.wait()
         for mark, *_ in self._landing:
             self.mover.wait_host(mark)
@@ -261,14 +250,15 @@ class Lane:
         if self._checksum:
             chunk.checksum = zlib.crc32(buffer.view[: chunk.length])
         error = self._write_to_file(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
-        kept = None if error is None else keep_bytes(buffer, chunk.length)
+        kept = None
+        if error is not None:
+            kept = keep_bytes(buffer, chunk.length)
+            ledger.report_write_error(error)
         with ledger.lock:
             chunk.staging = None
             self.pool.drop_user(buffer)
             self._written(chunk, kept)
             self._work.notify()
-        if error is not None:
-            ledger.report_write_error(error)
 
     def _write_to_file(self, data: memoryview, offset_bytes: int) -> OSError | None:
         file = self._ledger.file
@@ -357,12 +347,12 @@ class Lane:
         fill.forwarded = True
 
     def _issued(self, fill: Fill, chunk: Chunk, buffer: StagingBuffer | None, mark: Mark) -> None:
-        fill.unissued -= 1
         if mark is None or buffer is None:
             self._finish_read(fill, chunk, buffer)
         else:
             fill.marks.append(mark)
             self._landing.append((mark, fill, chunk, buffer))
+        fill.unissued -= 1  # last, because `wait` looks at it without the lock
         if fill.unissued == 0:
             self._ledger.progress.notify_all()
         self._work.notify()

@@ -78,23 +78,23 @@ def test_other_layouts_and_devices_are_refused(directory: str) -> None:
 
 
 def test_a_reload_before_the_write_is_over_is_served_from_staging(directory: str) -> None:
-    """offload, release (both chunks staged, write held) -> reload -> wait returns with the write still held."""
+    """offload, release (staged, write held on one thread) -> reload -> wait returns with the write still held."""
     file = MemoryFile()
     with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
         file.writes_may_go_on.clear()
-        x = torch.arange(1024)
+        x = torch.arange(512)
         expected = x.clone()
         token = offload(engine, x)
         file.write_begun.acquire()
         assert torch.equal(fetch(engine, token, expected), expected)
         assert file.read_count == 0
         statistics = engine.statistics()
-        assert (statistics.forwarded, statistics.forwarded_bytes) == (1, 8192)
+        assert (statistics.forwarded, statistics.forwarded_bytes) == (1, 4096)
         assert statistics.bytes_written == statistics.bytes_read == 0
         file.writes_may_go_on.set()
         engine.wait_until_idle()
         assert torch.equal(fetch(engine, token, expected), expected)
-        assert engine.statistics().bytes_read == 8192
+        assert engine.statistics().bytes_read == 4096
 
 
 def test_a_reload_before_release_waits_for_the_copy(directory: str) -> None:
@@ -128,8 +128,8 @@ def test_release_waits_for_the_last_copy_and_counts_it(directory: str) -> None:
 
         thread = threading.Thread(target=release)
         thread.start()
-        file.write_begun.acquire()
-        assert not released.is_set()
+        while not engine._ledger.progress._waiters:
+            assert not released.is_set()
         file.writes_may_go_on.set()
         thread.join(60)
         assert released.is_set()
@@ -194,6 +194,7 @@ def test_a_reload_without_wait_leaves_nothing_behind(directory: str) -> None:
         file.reads_may_go_on.set()
         engine.wait_until_idle()
         assert engine.statistics().slots_in_use == 0
+        engine.close()  # the thread may hold its last task for a moment
         gc.collect()
         assert alive() is None
 
@@ -216,7 +217,7 @@ def test_an_engine_survives_threads_that_wait_when_it_is_closed(directory: str) 
     file = MemoryFile()
     errors: list[BaseException] = []
     with engine_on(file, directory) as engine:
-        small, token = offload(engine, torch.arange(512)), offload(engine, torch.arange(1024), "gelu_3")
+        token = offload(engine, torch.arange(1024), "gelu_3")
         engine.wait_until_idle()
         file.reads_may_go_on.clear()
 
@@ -226,20 +227,15 @@ def test_an_engine_survives_threads_that_wait_when_it_is_closed(directory: str) 
             except ActivationLostError as error:
                 errors.append(error)
 
-        held = [engine.reload(small, (512,), (1,), torch.int64, torch.device("cpu")) for _ in range(2)]
-        file.read_begun.acquire()
-        file.read_begun.acquire()  # both I/O threads are held in a read
         waiter = threading.Thread(target=backward)
         waiter.start()
-        file.read_begun.acquire()  # and so is the thread that waits, with one of its two chunks
+        file.read_begun.acquire()
         closer = threading.Thread(target=engine.close)
         closer.start()
-        while not engine._lanes["cpu"]._closing:
-            pass
-        file.reads_may_go_on.set()
-        waiter.join(60)
-        del held
+        waiter.join(60)  # although the read is still held
         assert "'gelu_3' cannot be read back: the engine on /nowhere/(fake file) was closed" in str(errors[0])
+        assert not file.closed
+        file.reads_may_go_on.set()
         closer.join(60)
         assert file.closed
 

@@ -51,12 +51,12 @@ def test_a_write_that_fails_while_the_tensor_is_being_reloaded(tmp_path: Path) -
     file.write_error = lambda index: OSError(errno.EIO, "I/O error")
     with engine_on(file, str(tmp_path), host_budget_bytes=1 << 16) as engine:
         file.writes_may_go_on.clear()
-        token = offload(engine, ORIGINALS[0].clone())
+        token = offload(engine, ORIGINALS[1].clone())
         file.write_begun.acquire()
-        assert torch.equal(fetch(engine, token, ORIGINALS[0]), ORIGINALS[0])
+        assert torch.equal(fetch(engine, token, ORIGINALS[1]), ORIGINALS[1])
         file.writes_may_go_on.set()
         engine.wait_until_idle()
-        assert torch.equal(fetch(engine, token, ORIGINALS[0]), ORIGINALS[0])
+        assert torch.equal(fetch(engine, token, ORIGINALS[1]), ORIGINALS[1])
         assert engine.statistics().kept == 1
 
 

@@ -143,8 +143,10 @@ def render_table(comparison: Comparison) -> Table:
         "step time (median)",
         f"{median_ms(plain.timed):,.0f} ms",
         f"{median_ms(offloaded.timed):,.0f} ms",
-        f"{median_ratio(offloaded.timed, plain.timed) - 1:+.1%}",
+        "",
     )
+    # Where other programs run, this tells more than the two medians: each pair of steps met the same conditions.
+    table.add_row("change pair by pair (median)", "", "", f"{median_ratio(offloaded.timed, plain.timed) - 1:+.1%}")
     last = offloaded.timed[-1].statistics
     table.add_row("waiting for the SSD, last step", "", f"{1e3 * last.stall_s:,.0f} ms", "")
     table.add_row("written to SSD, last step", "", format_bytes(last.bytes_written), "")

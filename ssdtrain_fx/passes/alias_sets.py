@@ -52,6 +52,10 @@ class AliasSets:
     by_node: Mapping[fx.Node, tuple[int, ...]]
     """Indices of the storages that a node's value holds: one for a tensor, several for a tuple, none otherwise."""
 
+    def holders(self, storage: Storage) -> list[fx.Node]:
+        """Every node whose value holds the storage: its members and the tuples that they are taken from."""
+        return [node for node, found in self.by_node.items() if storage.idx in found]
+
     def of(self, node: fx.Node) -> Storage | None:
         """The storage of a node whose value is one tensor; None for everything else."""
         if not isinstance(node.meta.get("val"), torch.Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+import networkx as nx
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
@@ -67,15 +68,22 @@ def view_path(node: fx.Node, representative: fx.Node, storage: Storage, alias_se
     A view op takes the storage from one argument; every other argument must be a number or a symbol, so that backward
     can run it again. Views in several parts (``split``) count with their ``getitem``.
     """
-    path: list[fx.Node] = []
-    while node is not representative:
+    views = _view_graph(storage, alias_sets)
+    if node not in views or representative not in views or not nx.has_path(views, representative, node):
+        return None
+    return nx.shortest_path(views, representative, node)[1:]
+
+
+def _view_graph(storage: Storage, alias_sets: AliasSets) -> nx.DiGraph[fx.Node]:
+    """Who views whom on one storage: an edge from a node to each node that can be rebuilt from it alone."""
+    views: nx.DiGraph[fx.Node] = nx.DiGraph()
+    for node in alias_sets.holders(storage):
+        views.add_node(node)
         sources = [source for source in node.all_input_nodes if storage.idx in alias_sets.by_node[source]]
         others = [source for source in node.all_input_nodes if storage.idx not in alias_sets.by_node[source]]
-        if len(sources) != 1 or any(not _is_symbol(other) for other in others):
-            return None
-        path.append(node)
-        node = sources[0]
-    return path[::-1]
+        if len(sources) == 1 and all(_is_symbol(other) for other in others):
+            views.add_edge(sources[0], node)
+    return views
 
 
 def _find_representative(

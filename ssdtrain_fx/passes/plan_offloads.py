@@ -121,13 +121,11 @@ def _default_window_bytes(moves: Sequence[_Move]) -> int:
 def _describe(candidate: Candidate, alias_sets: AliasSets, positions: dict[fx.Node, int], marker: int) -> _Move:
     representative = candidate.representative
     assert representative is not None
-    idx = candidate.storage.idx
-    holders = [node for node in positions if idx in alias_sets.by_node[node]]
     # Forward often ends with views that only backward reads. They go away, so they are no reads.
     last_forward_read = positions[representative]
     first_backward_read = len(positions)
     only_for_backward: set[fx.Node] = set()
-    for node in reversed(holders):
+    for node in reversed(alias_sets.holders(candidate.storage)):
         forward_users = [user for user in node.users if positions[user] < marker and user not in only_for_backward]
         if not forward_users and node is not representative:
             only_for_backward.add(node)

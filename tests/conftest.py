@@ -1,0 +1,36 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssdtrain_fx.runtime import ops
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process_state() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
+    """No compiled code, engine or random state passes from one test to the next."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+    ops.close()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Bits repeat only without a race: on CPU, Inductor sums embedding gradients with atomic additions."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def ssd_dir(tmp_path: Path) -> str:
+    """A directory of this test's own."""
+    return str(tmp_path)

@@ -1,0 +1,86 @@
+"""Train for a few steps and compare runs bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssdtrain_fx import zoo
+
+NUM_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Loss and gradients of one step."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+class Autocast(nn.Module):
+    """A model under bfloat16 autocast."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(*inputs)
+
+
+def small_model(name: str, *, dropout: float = 0.0, layers: int = 2) -> tuple[nn.Module, list[tuple[Tensor, ...]]]:
+    """A model of the zoo and other data for each step: a backend that returns stale activations must not pass."""
+    torch.manual_seed(0)
+    model, make_batch = zoo.build(name, layers=layers, hidden=64, sequence=32, vocab=128, batch=2, dropout=dropout)
+    generator = torch.Generator().manual_seed(1)
+    return model, [make_batch(generator) for _ in range(NUM_STEPS)]
+
+
+def train(model: nn.Module, batches: Sequence[tuple[Any, ...]], backend: Any, **compile_options: Any) -> list[Step]:
+    """Forward and backward on every batch; the parameters stay as they are."""
+    torch._dynamo.reset()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    compiled = torch.compile(model, backend=backend, **compile_options)
+    steps: list[Step] = []
+    for seed, batch in enumerate(batches):
+        torch.manual_seed(seed)
+        model.zero_grad(set_to_none=True)
+        loss = compiled(*batch)
+        loss.backward()
+        steps.append(Step(loss.detach().clone(), gradients_of(model)))
+    model.load_state_dict(state)
+    return steps
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_bits(found: Sequence[Step], expected: Sequence[Step]) -> None:
+    assert len(found) == len(expected)
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one.loss, other.loss), f"loss of step {number}: {one.loss} instead of {other.loss}"
+        assert_same_gradients(one.gradients, other.gradients, f"step {number}")
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], where: str = "") -> None:
+    assert found.keys() == expected.keys()
+    assert found, "no gradients at all"
+    for name, gradient in expected.items():
+        difference = (found[name] - gradient).abs().max()
+        assert torch.equal(found[name], gradient), f"gradient of {name} {where}: off by up to {difference}"
+
+
+def counted(function: Callable[[], Any]) -> Any:
+    """Run ``function`` and return what the engines did meanwhile."""
+    from ssdtrain_fx import statistics
+
+    before = statistics()
+    function()
+    return statistics().since(before)

@@ -1,0 +1,166 @@
+"""Same loss and same gradients, to the bit, as the same compiler without offloading."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from steps import Autocast, assert_same_bits, counted, small_model, train
+
+from ssdtrain_fx import OffloadConfig, backend
+
+MODELS = ["gpt2", "bert", "t5", "llama", "encoder", "conv"]
+
+Inner = Literal["inductor", "aot_eager"]
+
+
+def check(
+    name: str,
+    *,
+    inner: Inner = "inductor",
+    dropout: float = 0.0,
+    fallback_random: bool = False,
+    autocast: bool = False,
+    **options: Any,
+) -> None:
+    model, batches = small_model(name, dropout=dropout)
+    if autocast:
+        model = Autocast(model)
+    config = OffloadConfig(inner=inner, **{"policy": "all", "min_tensor_bytes": 0, **options})
+    with inductor_config.patch(fallback_random=fallback_random):
+        expected = train(model, batches, inner)
+        done = counted(lambda: assert_same_bits(train(model, batches, backend(config)), expected))
+    assert done.offloads > 0
+    assert done.offloads == done.reloads
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_node_by_node_all_offloaded(name: str, dropout: float, autocast: bool) -> None:
+    check(name, inner="aot_eager", dropout=dropout, autocast=autocast)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", MODELS)
+def test_inductor_all_offloaded_with_dropout(name: str) -> None:
+    check(name, dropout=0.1)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["gpt2", "encoder"])
+def test_inductor_with_eager_random_numbers_and_autocast(name: str) -> None:
+    check(name, dropout=0.1, fallback_random=True, autocast=True)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["bert", "conv"])
+def test_inductor_with_the_auto_policy(name: str) -> None:
+    check(name, policy="auto")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["auto", "all"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("fallback_random", [False, True], ids=["inductor_random", "eager_random"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_inductor_in_full(name: str, dropout: float, fallback_random: bool, autocast: bool, policy: str) -> None:
+    check(name, dropout=dropout, fallback_random=fallback_random, autocast=autocast, policy=policy)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", MODELS)
+def test_inductor_with_default_options_on_tensors_that_are_large_enough(name: str) -> None:
+    from ssdtrain_fx import zoo
+
+    torch.manual_seed(0)
+    model, make_batch = zoo.build(name, layers=2, hidden=128, sequence=256, vocab=256, batch=8)
+    generator = torch.Generator().manual_seed(1)
+    batches = [make_batch(generator) for _ in range(3)]
+    expected = train(model, batches, "inductor")
+    done = counted(lambda: assert_same_bits(train(model, batches, "ssdtrain"), expected))
+    assert done.offloads > 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_channels_last_input_keeps_its_layout_through_the_disk() -> None:
+    """Hazard 9, second half: a convolution net on channels_last data read its activations back as contiguous."""
+    model, batches = small_model("conv")
+    batches = [tuple(_channels_last(tensor) for tensor in batch) for batch in batches]
+    expected = train(model, batches, "inductor")
+    config = OffloadConfig(policy="all", min_tensor_bytes=0)
+    assert_same_bits(train(model, batches, backend(config)), expected)
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_dynamic_shapes() -> None:
+    model, _ = small_model("encoder")
+    width = 64
+    batches = [(torch.randn(2, length, width),) for length in (16, 32, 24)]
+    expected = train(model, batches, "inductor", dynamic=True)
+    config = OffloadConfig(policy="all", min_tensor_bytes=0)
+    done = counted(lambda: assert_same_bits(train(model, batches, backend(config), dynamic=True), expected))
+    assert done.offloads > 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_two_configurations_in_one_process_do_not_share_compiled_code() -> None:
+    """Hazard 5: a plan made for one configuration must never be used for another, whatever cache is warm."""
+    model, batches = small_model("encoder")
+    expected = train(model, batches, "inductor")
+    everything = OffloadConfig(policy="all", min_tensor_bytes=0)
+    nothing = OffloadConfig(policy="all", min_tensor_bytes=1 << 40)
+    for config, expect_offloads in [(everything, True), (nothing, False), (everything, True)]:
+        done = counted(lambda config=config: assert_same_bits(train(model, batches, backend(config)), expected))
+        assert (done.offloads > 0) == expect_offloads
+
+
+_ANOTHER_PROCESS = """
+import sys
+import torch
+from steps import assert_same_bits, counted, small_model, train
+from ssdtrain_fx import OffloadConfig, backend
+torch.set_num_threads(1)
+model, batches = small_model("encoder", dropout=0.1)
+expected = train(model, batches, "inductor")
+config = OffloadConfig(policy="all", min_tensor_bytes=int(sys.argv[1]))
+done = counted(lambda: assert_same_bits(train(model, batches, backend(config)), expected))
+hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+print("offloads", done.offloads, "hits", hits)
+"""
+
+
+def _in_another_process(cache: Path, min_tensor_bytes: int) -> list[str]:
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    command = [sys.executable, "-c", _ANOTHER_PROCESS, str(min_tensor_bytes)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_warm_compile_cache_in_other_processes(tmp_path: Path) -> None:
+    """The second process compiles nothing, so no pass runs there; the third has another plan and must not hit."""
+    cold = _in_another_process(tmp_path, 0)
+    warm = _in_another_process(tmp_path, 0)
+    other = _in_another_process(tmp_path, 1 << 12)
+    assert int(cold[1]) == int(warm[1]) > int(other[1]) > 0
+    assert int(cold[3]) == 0
+    assert int(warm[3]) > 0

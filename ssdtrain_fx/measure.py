@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -34,6 +35,7 @@ from typing import IO, Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 import ssdtrain_fx
 from ssdtrain_fx import zoo
@@ -42,6 +44,18 @@ from ssdtrain_fx.runtime.statistics import Statistics
 Variant = Literal["inductor", "ssdtrain", "checkpoint"]
 Measure = Literal["time", "memory"]
 
+LAYER_CLASSES = frozenset(
+    {
+        "GPT2Block",
+        "LlamaDecoderLayer",
+        "BertLayer",
+        "T5Block",
+        "ViTLayer",
+        "TransformerEncoderLayer",
+        "ResidualBlock",
+    }
+)
+"""What the variant `checkpoint` takes as one layer in the models of `ssdtrain_fx.zoo`."""
 SAMPLE_INTERVAL_S = 0.002
 RETURN_FREED_MEMORY_AT_BYTES = 64 << 10
 STATUS = Path("/proc/self/status")
@@ -247,7 +261,7 @@ class _Trainer:
         self._make_batch = zoo.text_batches(batch=run.batch, sequence=run.sequence) if run.text else make_batch
         self._module = module.to(run.device, self._dtype)
         if run.variant == "checkpoint":
-            _checkpoint_every_layer(self._module, run.model)
+            checkpoint_every_layer(self._module)
         self._compiled = cast(Callable[..., Tensor], _compile(self._module, run))
         parameters = list(self._module.parameters())
         self._optimizer: torch.optim.Optimizer = (
@@ -379,11 +393,17 @@ def _compile(module: nn.Module, run: Run) -> Callable[..., object]:
     return torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
 
 
-def _checkpoint_every_layer(module: nn.Module, name: str) -> None:
-    model = getattr(module, "model", None)
-    if not hasattr(model, "gradient_checkpointing_enable"):
-        raise ValueError(f"Model {name!r} has no per-layer checkpointing; transformers models have.")
-    cast(Any, model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def checkpoint_every_layer(module: nn.Module) -> int:
+    """Let backward compute each layer again; returns how many there are.
+
+    The switch that transformers has for this does not compile as one graph for T5.
+    """
+    layers = [layer for layer in module.modules() if type(layer).__name__ in LAYER_CLASSES]
+    if not layers:
+        raise ValueError(f"Found no layer to checkpoint; expected one of {', '.join(sorted(LAYER_CLASSES))}.")
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return len(layers)
 
 
 def _synchronize(device: str) -> None:

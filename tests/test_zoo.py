@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ssdtrain_fx import zoo
+from ssdtrain_fx import measure, zoo
 
 SMALL = {"layers": 2, "hidden": 64, "batch": 2, "sequence": 64, "vocab": 128}
 
@@ -75,3 +75,16 @@ def test_an_unknown_name_lists_the_valid_ones() -> None:
 def test_a_wrong_size_is_named(sizes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         zoo.build("gpt2", **sizes)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_checkpointing_every_layer_keeps_one_graph_and_the_loss(name: str) -> None:
+    torch.manual_seed(0)
+    module, make_batch = zoo.build(name, **SMALL)
+    batch = make_batch(torch.Generator().manual_seed(0))
+    expected = module(*batch).item()
+    assert measure.checkpoint_every_layer(module) == SMALL["layers"]
+    torch.compiler.reset()
+    loss = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=False)(*batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-5)

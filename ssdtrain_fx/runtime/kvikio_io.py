@@ -26,6 +26,7 @@ from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.lane import Lane, Task
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Fill, Ledger
 from ssdtrain_fx.runtime.movers import Region
+from ssdtrain_fx.runtime.slots import round_up
 from ssdtrain_fx.runtime.spill_file import ChunkFile
 from ssdtrain_fx.runtime.staging import StagingPool
 
@@ -119,7 +120,7 @@ class KvikioLane(Lane):
         self.mover.wait_host(entry.ready)
         data = source.as_bytes()[chunk.start : chunk.start + chunk.length]
         offset_bytes = slot.offset_bytes + chunk.start
-        error = self._ledger.file.grow(offset_bytes + chunk.length)
+        error = self._ledger.file.grow(offset_bytes + round_up(chunk.length))
         if error is None:
             try:
                 self._device_file.write(data, offset_bytes)

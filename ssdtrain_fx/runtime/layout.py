@@ -1,7 +1,8 @@
 """Where the bytes of a strided tensor lie, and whether they can be moved as one run of memory.
 
 Example: a (4, 6) view of the first 6 columns of a (4, 8) float32 matrix has strides (8, 1). Its span is
-1 + 3*8 + 5*1 = 30 elements = 120 bytes for 24 elements, 1.25 times its size: the span is moved, holes included.
+1 + 3*8 + 5*1 = 30 elements = 120 bytes for 24 elements, 1.25 times its size: the span is moved, holes included. An
+expanded tensor spans less than it has elements: what it repeats is moved once.
 """
 
 from __future__ import annotations
@@ -25,16 +26,6 @@ def span_elements(size: Sequence[int], stride: Sequence[int]) -> int:
     return span
 
 
-def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether two indices may share one element; interleaved layouts count as overlapping."""
-    inner_span = 1
-    for step, length in sorted((step, length) for length, step in zip(size, stride, strict=True) if length > 1):
-        if step < inner_span:
-            return True
-        inner_span += (length - 1) * step
-    return False
-
-
 def same_layout(size: Sequence[int], stride: Sequence[int], other_stride: Sequence[int]) -> bool:
     """Whether both strides name the same elements; the stride of a dimension of size 1 means nothing."""
     return all(length <= 1 or step == other for length, step, other in zip(size, stride, other_stride, strict=True))
@@ -47,7 +38,7 @@ def movable(x: Tensor) -> Tensor:
     if x.is_contiguous():
         return x
     size, stride = x.size(), x.stride()
-    if overlaps(size, stride) or span_elements(size, stride) > MAX_SPAN_RATIO * x.numel():
+    if span_elements(size, stride) > MAX_SPAN_RATIO * x.numel():
         return x.clone(memory_format=torch.contiguous_format)
     return x
 

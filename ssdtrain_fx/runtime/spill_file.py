@@ -24,7 +24,6 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
-from ssdtrain_fx.runtime.directory import check_directory as check_directory
 from ssdtrain_fx.runtime.slots import ALIGNMENT_BYTES
 
 log = logging.getLogger(__name__)

@@ -135,6 +135,24 @@ def test_hazard_9_dense_out_in_one_order_and_back_in_another(engine: Engine) -> 
     check_round_trip(engine, x, (32, 128, 1))
 
 
+@pytest.mark.parametrize(
+    ("layout", "elements"),
+    [("small holes", 39 * 64 + 50), ("large holes", 40 * 5), ("expanded", 40 * 30), ("channels last", 2 * 3 * 20 * 20)],
+)
+def test_how_much_is_moved(engine: Engine, layout: str, elements: int) -> None:
+    """Small holes are moved along, large ones are not, and what is repeated is moved once."""
+    engine.wait_until_idle()
+    before = engine.statistics()
+    token = offload_as_it_is(engine, LAYOUTS[layout]())
+    engine.wait_until_idle()
+    assert engine.statistics().since(before).bytes_written == 4 * elements
+    del token
+
+
+def offload_as_it_is(engine: Engine, x: Tensor) -> Tensor:
+    return engine.release(engine.offload(x, "x"), x)
+
+
 def test_the_memory_may_be_overwritten_after_release(engine: Engine) -> None:
     """Hazard: Inductor reuses buffers in place, whoever holds a reference."""
     for size in (10, 100_000):

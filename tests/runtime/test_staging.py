@@ -1,3 +1,8 @@
+import re
+from pathlib import Path
+
+import pytest
+
 from ssdtrain_fx.runtime.staging import StagingPool
 
 
@@ -33,3 +38,17 @@ def test_close_returns_the_buffers() -> None:
     buffer = pool.acquire()
     assert pool.close() == [buffer]
     assert pool.size_bytes == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system has no /proc")
+def test_a_forked_child_does_not_share_the_pages() -> None:
+    """Hazard: copy-on-write under a direct read. The flag "dc" means: do not copy on fork."""
+    buffer = StagingPool(0, chunk_bytes=4096).acquire()
+    assert buffer is not None
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
+    [flags] = [
+        mapping.split("VmFlags:")[1].split()
+        for mapping in mappings
+        if int(mapping.split("-")[0], 16) <= buffer.address < int(mapping.split()[0].split("-")[1], 16)
+    ]
+    assert "dc" in flags

@@ -1,0 +1,184 @@
+"""Silent corruptions that were really met, each with a test of its own. See also test_numerics.py."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+import pytest
+import torch
+from steps import assert_same_bits, counted, small_model, train
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+from ssdtrain_fx import OffloadConfig, backend
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EVERYTHING = OffloadConfig(policy="all", min_tensor_bytes=0)
+
+
+class Blocks(nn.Module):
+    """Six blocks of two matrix products: enough anchors to see order, and all activations of one size."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+            x = x + second(torch.nn.functional.gelu(first(x)))
+        return x.square().mean()
+
+
+def generated_code(model: nn.Module, x: Tensor, config: OffloadConfig) -> tuple[str, str]:
+    """The Python that Inductor generates for forward and backward."""
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        _, codes = run_and_get_code(
+            lambda: torch.compile(model, backend=backend(config))(x).backward(),
+        )
+    forward, backward = codes
+    return forward, backward
+
+
+def calls(code: str) -> list[tuple[str, list[str]]]:
+    """The calls in the generated ``call`` function, in order: the function's name and its arguments as text."""
+    found: list[tuple[str, list[str]]] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.FunctionDef) and node.name == "call":
+            for statement in node.body:
+                value = getattr(statement, "value", None)
+                if isinstance(value, ast.Call):
+                    found.append((ast.unparse(value.func), [ast.unparse(argument) for argument in value.args]))
+    return found
+
+
+OFFLOAD, RELEASE, RELOAD, WAIT = (
+    f"torch.ops.ssdtrain.{name}.default" for name in ("offload", "release", "reload", "wait")
+)
+PRODUCTS = ("extern_kernels.mm", "extern_kernels.addmm")
+
+
+def test_hazard_1_memory_is_reused_only_after_the_release() -> None:
+    """Inductor hands the memory of a dead tensor to the next one: it must count as alive until its release."""
+    forward, _ = generated_code(Blocks(), torch.randn(16, 64), EVERYTHING)
+    lines = forward.splitlines()
+    for name, arguments in calls(forward):
+        if name == OFFLOAD:
+            moved = re.match(r"\w+|reinterpret_tensor\((\w+)", arguments[0])
+            assert moved is not None
+            buffer = moved.group(1) or moved.group(0)
+            release = next(number for number, line in enumerate(lines) if RELEASE in line and f"{buffer}" in line)
+            deaths = [number for number, line in enumerate(lines) if re.search(rf"\bdel {buffer}\b", line)]
+            assert all(number > release for number in deaths), f"{buffer} dies before its release"
+    assert any(name == OFFLOAD for name, _ in calls(forward))
+
+
+def test_hazard_2_views_of_one_storage_are_one_offload() -> None:
+    """GPT-2 saves q, k and v as strided views of one product: one offload each layer, rebuilt as views."""
+    model, batches = small_model("gpt2")
+    import ssdtrain_fx
+
+    report = ssdtrain_fx.explain(model, *batches[0], config=EVERYTHING)
+    fused = [storage for storage in report.graphs[0].plan.offloaded if len(storage.saved_nodes) == 3]
+    assert len(fused) == 2
+    assert all(storage.op == "aten.addmm.default" for storage in fused)
+
+
+def test_hazard_3_offload_and_release_get_the_same_memory() -> None:
+    forward, _ = generated_code(Blocks(), torch.randn(16, 64), EVERYTHING)
+    token_to_tensor = {}
+    for line in forward.splitlines():
+        if match := re.search(rf"(\w+) = {re.escape(OFFLOAD)}\((\w+|reinterpret_tensor\(.*?\)), \[", line):
+            token_to_tensor[match.group(1)] = match.group(2)
+        if match := re.match(r"\s*(\w+) = (\w+)$", line):
+            token_to_tensor[match.group(1)] = token_to_tensor.get(match.group(2), "")
+        if match := re.search(rf"{re.escape(RELEASE)}\((\w+), (.*)\)", line):
+            assert token_to_tensor[match.group(1)] == match.group(2)
+    assert token_to_tensor
+
+
+def test_hazard_4_the_prefetch_distance_survives_the_scheduler() -> None:
+    """Between a reload and its wait stands a matrix product, for all but what is needed as soon as backward begins."""
+    _, backward = generated_code(Blocks(), torch.randn(256, 64), OffloadConfig(min_tensor_bytes=0, in_flight_bytes=1 << 17))
+    order = [name for name, _ in calls(backward) if name in (*PRODUCTS, RELOAD, WAIT)]
+    first_product = next(idx for idx, name in enumerate(order) if name in PRODUCTS)
+    reloads = [idx for idx, name in enumerate(order) if name == RELOAD]
+    waits = [idx for idx, name in enumerate(order) if name == WAIT]
+    assert len(reloads) == len(waits) >= 6
+    spread = [idx for idx in reloads if idx > first_product]
+    assert len(spread) >= len(reloads) // 2, f"reloads are not spread over backward: {order}"
+    for reload, wait in zip(reloads, waits, strict=True):
+        if wait > first_product:
+            between = order[reload:wait]
+            assert any(name in PRODUCTS for name in between), f"nothing to hide a reload behind: {order}"
+
+
+def test_hazard_4_releases_are_spread_over_forward() -> None:
+    forward, _ = generated_code(Blocks(), torch.randn(256, 64), OffloadConfig(min_tensor_bytes=0, in_flight_bytes=1 << 17))
+    order = [name for name, _ in calls(forward) if name in (*PRODUCTS, OFFLOAD, RELEASE)]
+    last_product = max(idx for idx, name in enumerate(order) if name in PRODUCTS)
+    releases = [idx for idx, name in enumerate(order) if name == RELEASE]
+    early = [idx for idx in releases if idx < last_product]
+    assert len(early) >= len(releases) // 2, f"releases sank to the end of forward: {order}"
+
+
+def test_hazard_6_tokens_own_their_slots() -> None:
+    import ssdtrain_fx
+
+    compiled = torch.compile(Blocks(), backend=backend(EVERYTHING))
+    loss = compiled(torch.randn(16, 64))
+    assert ssdtrain_fx.statistics().slots_in_use > 0
+    del loss
+    assert ssdtrain_fx.statistics().slots_in_use == 0
+
+
+def test_hazard_9_strides_at_run_time_differ_from_those_in_the_graph() -> None:
+    """nn.TransformerEncoder with dropout saves a permuted tensor; it went out in one order and came back in another."""
+    model, batches = small_model("encoder", dropout=0.1)
+    expected = train(model, batches, "inductor")
+    done = counted(lambda: assert_same_bits(train(model, batches, backend(EVERYTHING)), expected))
+    assert done.offloads > 0
+
+
+def test_hazard_10_random_numbers_keep_their_order() -> None:
+    """Only our ops move: eager-style generators draw in the same order, and a recomputed mask is the same mask."""
+    model, batches = small_model("bert", dropout=0.1)
+    with torch._inductor.config.patch(fallback_random=True):
+        expected = train(model, batches, "inductor")
+        assert_same_bits(train(model, batches, backend(EVERYTHING)), expected)
+
+
+def test_hazard_11_reading_after_the_wait_is_data_flow() -> None:
+    """Inductor 2.13 forgets the order of a mutation when it aligns the loops of fused CPU kernels.
+
+    With a ``wait`` that wrote into its argument, BERT with dropout read masks before they were back. So each tensor
+    that backward reads is a result of ``wait``, and no generated code may read what ``reload`` returned.
+    """
+    _, backward = generated_code(Blocks(), torch.randn(16, 64), EVERYTHING)
+    tickets = set(re.findall(rf"(\w+) = {re.escape(RELOAD)}\(", backward))
+    assert tickets
+    for ticket in tickets:
+        readers = re.findall(rf"^.*\b{ticket}\b.*$", backward, flags=re.MULTILINE)
+        others = [line for line in readers if RELOAD not in line and WAIT not in line and "del " not in line]
+        assert all("assert" in line or re.match(rf"\s*\w+ = {ticket}$", line) for line in others), others
+
+
+def test_hazard_12_metadata_that_is_wrong_about_the_dtype() -> None:
+    """Under autocast on CPU, native_layer_norm returns bfloat16 statistics where the graph says float32."""
+    model, batches = small_model("bert", dropout=0.1)
+
+    class UnderAutocast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *inputs: Any) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.model(*inputs)
+
+    wrapped = UnderAutocast()
+    expected = train(wrapped, batches, "aot_eager")
+    config = OffloadConfig(inner="aot_eager", policy="all", min_tensor_bytes=0)
+    assert_same_bits(train(wrapped, batches, backend(config)), expected)

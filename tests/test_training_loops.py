@@ -1,0 +1,220 @@
+"""How people really call backward: twice, late, never, in other orders, from several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+from steps import assert_same_gradients, gradients_of, small_model
+from torch import Tensor, nn
+
+from ssdtrain_fx import OffloadConfig, backend, statistics
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+INNERS = ["inductor", "aot_eager"]
+
+
+class Tower(nn.Module):
+    """Six layers; cheap to compile."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return x.square().sum()
+
+
+def everything(inner: Any) -> OffloadConfig:
+    return OffloadConfig(inner=inner, policy="all", min_tensor_bytes=0)
+
+
+def compare(inner: str, loop: Callable[[Callable[..., Tensor], list[Tensor]], None]) -> None:
+    """Run ``loop(model, batches)`` with and without offloading; gradients that accumulated must be equal."""
+    torch.manual_seed(0)
+    model = Tower()
+    batches = [torch.randn(8, 32) for _ in range(4)]
+    gradients: list[dict[str, Tensor]] = []
+    for compiler in (inner, backend(everything(inner))):
+        torch._dynamo.reset()
+        model.zero_grad(set_to_none=True)
+        before = statistics()
+        loop(torch.compile(model, backend=compiler), batches)
+        gradients.append(gradients_of(model))
+        assert (statistics().since(before).offloads > 0) == (compiler != inner)
+    assert_same_gradients(gradients[1], gradients[0])
+    assert statistics().slots_in_use == 0
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_second_backward_with_retain_graph(inner: str) -> None:
+    def loop(model: Callable[..., Tensor], batches: list[Tensor]) -> None:
+        loss = model(batches[0])
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    with functorch_config.patch(donated_buffer=False):
+        compare(inner, loop)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_one_loss_used_twice(inner: str) -> None:
+    def loop(model: Callable[..., Tensor], batches: list[Tensor]) -> None:
+        loss = model(batches[0])
+        (loss * 2 + loss.square()).backward()
+
+    compare(inner, loop)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_loss_dropped_without_backward_gives_its_slots_back(inner: str) -> None:
+    def loop(model: Callable[..., Tensor], batches: list[Tensor]) -> None:
+        for batch in batches[:-1]:
+            model(batch)
+        model(batches[-1]).backward()
+
+    compare(inner, loop)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("order", ["first in, first out", "last in, first out"])
+def test_several_forwards_before_the_backwards(inner: str, order: str) -> None:
+    def loop(model: Callable[..., Tensor], batches: list[Tensor]) -> None:
+        losses = [model(batch) for batch in batches]
+        for loss in losses if order == "first in, first out" else losses[::-1]:
+            loss.backward()
+
+    compare(inner, loop)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_gradient_accumulation(inner: str) -> None:
+    def loop(model: Callable[..., Tensor], batches: list[Tensor]) -> None:
+        for batch in batches:
+            (model(batch) / len(batches)).backward()
+
+    compare(inner, loop)
+
+
+def test_gradients_of_inputs() -> None:
+    model, x = Tower(), torch.randn(8, 32)
+    found: list[Tensor] = []
+    for compiler in ("inductor", backend(everything("inductor"))):
+        torch._dynamo.reset()
+        leaf = x.clone().requires_grad_()
+        torch.compile(model, backend=compiler)(leaf).backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad)
+    assert torch.equal(found[0], found[1])
+
+
+def test_two_models_share_one_engine() -> None:
+    models = [Tower(), Tower()]
+    x = torch.randn(8, 32)
+    found: list[list[dict[str, Tensor]]] = []
+    for compiler in ("inductor", backend(everything("inductor"))):
+        torch._dynamo.reset()
+        compiled = [torch.compile(model, backend=compiler) for model in models]
+        losses = [model(x) for model in compiled]
+        for loss in losses:
+            loss.backward()
+        found.append([gradients_of(model) for model in models])
+        for model in models:
+            model.zero_grad(set_to_none=True)
+    for one, other in zip(*found, strict=True):
+        assert_same_gradients(one, other)
+    assert statistics().file_bytes > 0
+    assert statistics().slots_in_use == 0
+
+
+def test_training_from_several_threads() -> None:
+    """Each thread has its own model and data, all share the engine. Compiled beforehand: Dynamo is not the subject."""
+    torch.manual_seed(0)
+    models = [Tower() for _ in range(3)]
+    batches = [[torch.randn(8, 32) for _ in range(5)] for _ in models]
+    expected: list[dict[str, Tensor]] = []
+    for model, mine in zip(models, batches, strict=True):
+        compiled = torch.compile(model, backend="inductor")
+        for batch in mine:
+            compiled(batch).backward()
+        expected.append(gradients_of(model))
+        model.zero_grad(set_to_none=True)
+
+    torch._dynamo.reset()
+    compiled_models = [torch.compile(model, backend=backend(everything("inductor"))) for model in models]
+    for model, compiled in zip(models, compiled_models, strict=True):
+        compiled(torch.randn(8, 32)).backward()
+        model.zero_grad(set_to_none=True)
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            torch.set_num_threads(1)
+            for batch in batches[number]:
+                compiled_models[number](batch).backward()
+        except BaseException as error:  # handed to the test's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(models))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for model, gradients in zip(models, expected, strict=True):
+        assert_same_gradients(gradients_of(model), gradients)
+    assert statistics().slots_in_use == 0
+
+
+def test_exception_in_backward_leaves_the_engine_usable() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            raise RuntimeError("no gradient today")
+
+    model, x = Tower(), torch.randn(8, 32)
+    compiled = torch.compile(model, backend=backend(everything("inductor")))
+    with pytest.raises(RuntimeError, match="no gradient today"):
+        Fails.apply(compiled(x)).backward()
+    assert statistics().slots_in_use == 0
+    compiled(x).backward()
+    assert statistics().slots_in_use == 0
+
+
+def test_inference_and_no_grad_offload_nothing() -> None:
+    model, x = Tower(), torch.randn(8, 32)
+    compiled = torch.compile(model, backend=backend(everything("inductor")))
+    before = statistics()
+    with torch.no_grad():
+        without_gradients = compiled(x)
+    with torch.inference_mode():
+        inference = compiled(x)
+    assert statistics().since(before).offloads == 0
+    expected = model(x)
+    torch.testing.assert_close(without_gradients, expected)
+    torch.testing.assert_close(inference, expected)
+
+
+@pytest.mark.slow
+def test_disk_use_is_bounded_over_200_steps(ssd_dir: str) -> None:
+    model, batches = small_model("gpt2")
+    config = OffloadConfig(policy="all", min_tensor_bytes=0, ssd_dir=ssd_dir)
+    compiled = torch.compile(model, backend=backend(config))
+    compiled(*batches[0]).backward()
+    first = statistics()
+    for number in range(200):
+        model.zero_grad(set_to_none=True)
+        compiled(*batches[number % len(batches)]).backward()
+        assert statistics().slot_bytes_in_use == 0
+        assert statistics().file_bytes == first.file_bytes

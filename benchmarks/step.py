@@ -102,7 +102,9 @@ def render_table(results: list[Result]) -> Table:
     )
     add_row("peak memory of a step", lambda result: format_bytes(result.peak_bytes))
     add_row(
-        f"ratio to {base.run.variant}", lambda result: f"{result.peak_bytes / base.peak_bytes:.3f}", end_section=True
+        f"ratio to {base.run.variant}",
+        lambda result: f"{result.peak_bytes / max(1, base.peak_bytes):.3f}",
+        end_section=True,
     )
     add_row("written to SSD, last step", lambda result: format_bytes(_last(result).bytes_written))
     add_row("read from SSD, last step", lambda result: format_bytes(_last(result).bytes_read))
@@ -140,7 +142,7 @@ def to_json(results: list[Result], ssd_dir: str) -> dict[str, Any]:
                 "median_step_ms": median_ms(result.timed),
                 "step_time_ratio": median_ratio(result.timed, base.timed),
                 "peak_bytes": result.peak_bytes,
-                "peak_ratio": result.peak_bytes / base.peak_bytes,
+                "peak_ratio": result.peak_bytes / max(1, base.peak_bytes),
                 "process_bytes_before_step": result.sampled[-1].start_bytes,
                 "equal_to_inductor": result.equals(base),
                 "step_ms": [step.duration_ms for step in result.timed],

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdtrain_fx import zoo
+from ssdtrain_fx import Statistics, statistics, zoo
+from ssdtrain_fx.runtime import ops
 
 NUM_STEPS = 3
 
@@ -77,10 +78,15 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
         assert torch.equal(found[name], gradient), f"gradient of {name} {where}: off by up to {difference}"
 
 
-def counted(function: Callable[[], Any]) -> Any:
-    """Run ``function`` and return what the engines did meanwhile."""
-    from ssdtrain_fx import statistics
+def settled_statistics() -> Statistics:
+    """The statistics once nothing is in flight: a slot is in use for as long as a transfer of it runs."""
+    for engine in tuple(ops._engines._by_config.values()):  # pyright: ignore[reportPrivateUsage]
+        engine.wait_until_idle()
+    return statistics()
 
+
+def counted(function: Callable[[], Any]) -> Statistics:
+    """Run ``function`` and return what the engines did meanwhile."""
     before = statistics()
     function()
     return statistics().since(before)

@@ -110,7 +110,7 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
 def test_dynamic_shapes() -> None:
     model, _ = small_model("encoder")
     width = 64
-    batches = [(torch.randn(2, length, width),) for length in (16, 32, 24)]
+    batches = [(torch.randn(2, length, width), torch.randn(2, length, width)) for length in (16, 32, 24)]
     expected = train(model, batches, "inductor", dynamic=True)
     config = OffloadConfig(policy="all", min_tensor_bytes=0)
     done = counted(lambda: assert_same_bits(train(model, batches, backend(config), dynamic=True), expected))

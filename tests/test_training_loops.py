@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-from steps import assert_same_gradients, gradients_of, small_model
+from steps import assert_same_gradients, gradients_of, settled_statistics, small_model
 from torch import Tensor, nn
 
 from ssdtrain_fx import OffloadConfig, backend, statistics
@@ -50,7 +50,7 @@ def compare(inner: str, loop: Callable[[Callable[..., Tensor], list[Tensor]], No
         gradients.append(gradients_of(model))
         assert (statistics().since(before).offloads > 0) == (compiler != inner)
     assert_same_gradients(gradients[1], gradients[0])
-    assert statistics().slots_in_use == 0
+    assert settled_statistics().slots_in_use == 0
 
 
 @pytest.mark.parametrize("inner", INNERS)
@@ -131,7 +131,7 @@ def test_two_models_share_one_engine() -> None:
     for one, other in zip(*found, strict=True):
         assert_same_gradients(one, other)
     assert statistics().file_bytes > 0
-    assert statistics().slots_in_use == 0
+    assert settled_statistics().slots_in_use == 0
 
 
 def test_training_from_several_threads() -> None:
@@ -170,7 +170,7 @@ def test_training_from_several_threads() -> None:
     assert not errors
     for model, gradients in zip(models, expected, strict=True):
         assert_same_gradients(gradients_of(model), gradients)
-    assert statistics().slots_in_use == 0
+    assert settled_statistics().slots_in_use == 0
 
 
 def test_exception_in_backward_leaves_the_engine_usable() -> None:
@@ -187,9 +187,9 @@ def test_exception_in_backward_leaves_the_engine_usable() -> None:
     compiled = torch.compile(model, backend=backend(everything("inductor")))
     with pytest.raises(RuntimeError, match="no gradient today"):
         Fails.apply(compiled(x)).backward()
-    assert statistics().slots_in_use == 0
+    assert settled_statistics().slots_in_use == 0
     compiled(x).backward()
-    assert statistics().slots_in_use == 0
+    assert settled_statistics().slots_in_use == 0
 
 
 def test_inference_and_no_grad_offload_nothing() -> None:
@@ -216,5 +216,5 @@ def test_disk_use_is_bounded_over_200_steps(ssd_dir: str) -> None:
     for number in range(200):
         model.zero_grad(set_to_none=True)
         compiled(*batches[number % len(batches)]).backward()
-        assert statistics().slot_bytes_in_use == 0
+        assert settled_statistics().slot_bytes_in_use == 0
         assert statistics().file_bytes == first.file_bytes

@@ -233,7 +233,7 @@ def _apply(op: str, a: Tensor, b: Tensor) -> list[Tensor]:
             return [a.view(-1, 2)]
         case "reshape":
             return [a.reshape(2, -1)]
-        case "split":
+        case "split" if a.shape[0] > 1:
             return list(a.split(a.shape[0] // 2))
         case "expand":
             return [a.sum(0, keepdim=True).expand(a.shape)]

@@ -24,7 +24,7 @@ class OffloadConfig:
     """
 
     ssd_dir: str | Path | None = None
-    """Directory on the SSD. Default: ``$SSDTRAIN_DIR``, else the system's temp directory. The file has no name there."""
+    """Directory on the SSD. None: ``$SSDTRAIN_DIR``, else the system's temp directory. The file has no name there."""
 
     inner: Inner = "inductor"
     """Compiler that gets the rewritten forward and backward graphs."""
@@ -48,7 +48,7 @@ class OffloadConfig:
     """Exposed transfer time that a plan may predict, as a share of the step."""
 
     io: IOPath = "auto"
-    """``posix`` goes through host memory, ``kvikio`` straight between GPU and file; ``auto`` takes what really works."""
+    """``posix`` goes through host memory, ``kvikio`` straight from GPU to file; ``auto`` takes what really works."""
 
     checksum: bool = False
     """Verify every byte that comes back (costs CPU time)."""

@@ -14,7 +14,7 @@ from ssdtrain_fx import _torch_private
 def compile_to_zeros(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
     """A compiler whose result returns zeros of the right shapes. What is only saved for backward takes no memory."""
     output = gm.graph.output_node()
-    values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in _as_list(output.args[0])]
+    values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in _as_list(output)]
     saved = [_torch_private.is_saved_descriptor(desc) for desc in output.meta.get("desc", [None] * len(values))]
 
     def run(args: list[Any]) -> list[Any]:
@@ -25,8 +25,9 @@ def compile_to_zeros(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Calla
     return run
 
 
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (tuple, list)) else [value]
+def _as_list(output: fx.Node) -> list[Any]:
+    values: Any = output.args[0]
+    return list(values) if isinstance(values, (tuple, list)) else [values]  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _zero_like(value: Any, is_saved: bool) -> Any:

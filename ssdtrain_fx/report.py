@@ -28,18 +28,29 @@ class GraphReport:
     def summary(self) -> str:
         """One line: did it help?"""
         plan = self.plan
+        peaks = f"{format_bytes(plan.peak_before_bytes)} -> {format_bytes(plan.peak_after_bytes)}"
         return (
-            f"predicted activation peak {format_bytes(plan.peak_before_bytes)} -> {format_bytes(plan.peak_after_bytes)}; "
+            f"predicted activation peak {peaks}; "
             f"{format_bytes(plan.offloaded_bytes)} out and back per step; "
             f"{len(plan.offloaded)} of {len(plan.storages)} saved storages offloaded"
         )
 
     def table(self) -> str:
-        """One row per saved storage, in the order of forward."""
-        rows = [_HEADER, *(_row(storage) for storage in self.plan.storages)]
+        """One row per saved storage that the graph makes, in the order of forward; inputs are counted below."""
+        made = [storage for storage in self.plan.storages if not storage.is_input]
+        inputs = [storage for storage in self.plan.storages if storage.is_input]
+        rows = [_HEADER, *(_row(storage) for storage in made)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+        inputs_bytes = sum(storage.size_bytes for storage in inputs)
+        return "\n".join(
+            [
+                lines[0],
+                "-" * max(map(len, lines)),
+                *lines[1:],
+                f"and {len(inputs)} inputs, {format_bytes(inputs_bytes)}: parameters, buffers and data stay in memory",
+            ]
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,9 +108,7 @@ def explain(model: Callable[..., Any], *inputs: Any, config: OffloadConfig | Non
 
     def trace(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         if config.inner == "aot_eager":
-            return compile_with_aot_eager(
-                gm, example_inputs, config, observe=steps.append, compiler=compile_to_zeros
-            )
+            return compile_with_aot_eager(gm, example_inputs, config, observe=steps.append, compiler=compile_to_zeros)
         return trace_with_inductor(gm, example_inputs, config, observe=steps.append)
 
     buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import fx
 from torch._inductor import config, ir, list_mode_options
+from torch._inductor import lowering as _lowering
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
-from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.output_code import OutputCode
 from torch._inductor.virtualized import V
 
@@ -44,7 +44,8 @@ def as_passes(custom_pass: Any) -> tuple[CustomGraphPass, ...]:
     """The graph passes behind a setting that is None, one pass or a list of passes."""
     if custom_pass is None:
         return ()
-    return tuple(custom_pass) if isinstance(custom_pass, (list, tuple)) else (custom_pass,)
+    passes = cast(Sequence[CustomGraphPass], custom_pass if isinstance(custom_pass, (list, tuple)) else [custom_pass])
+    return tuple(passes)
 
 
 def require_layout_of_outputs(graph: fx.Graph, nodes: list[fx.Node]) -> None:
@@ -96,8 +97,9 @@ class _PinnedOrder:
 
 
 def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> None:
-    """Lower our ops to extern calls whose order is pinned; ``offload`` writes down the strides that ``x`` really got."""
-    if offload in lowerings:
+    """Lower our ops to extern calls whose order is pinned; ``offload`` writes down the strides that ``x`` got."""
+    lowering = cast(Any, _lowering)
+    if offload in lowering.lowerings:
         return
 
     def record_layout(x: Any, stride: list[Any], *rest: Any) -> tuple[Any, ...]:
@@ -106,7 +108,7 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
         return (x, list(source.get_stride()), *rest)
 
     def install(op: Any, *, after_kernel: bool, before_kernel: bool) -> None:
-        call = fallback_handler(op, add_to_fallback_set=False)
+        call = lowering.fallback_handler(op, add_to_fallback_set=False)
 
         def lower(*args: Any) -> Any:
             if op is offload:
@@ -114,7 +116,7 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
             order = cast(_PinnedOrder, V.graph.__dict__.setdefault("_ssdtrain_order", _PinnedOrder()))
             return order.lower(lambda: call(*args), after_kernel=after_kernel, before_kernel=before_kernel)
 
-        register_lowering(op, type_promotion_kind=None)(lower)
+        lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
     install(offload, after_kernel=False, before_kernel=True)  # early is all it has to be
     install(release, after_kernel=True, before_kernel=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import networkx as nx
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -30,7 +31,9 @@ class Candidate:
     """Empty when the storage may be offloaded."""
 
 
-def find_candidates(joint: ScheduledJointGraph, alias_sets: AliasSets, *, min_tensor_bytes: int) -> tuple[Candidate, ...]:
+def find_candidates(
+    joint: ScheduledJointGraph, alias_sets: AliasSets, *, min_tensor_bytes: int
+) -> tuple[Candidate, ...]:
     """One candidate per storage that backward reads, in the order of allocation."""
     saved_by_storage: dict[int, list[fx.Node]] = {}
     for node in joint.saved:
@@ -86,9 +89,7 @@ def _view_graph(storage: Storage, alias_sets: AliasSets) -> nx.DiGraph[fx.Node]:
     return views
 
 
-def _find_representative(
-    storage: Storage, saved_nodes: Sequence[fx.Node], alias_sets: AliasSets
-) -> fx.Node | None:
+def _find_representative(storage: Storage, saved_nodes: Sequence[fx.Node], alias_sets: AliasSets) -> fx.Node | None:
     """The earliest node that covers the storage and from which all saved tensors can be rebuilt."""
     for node in storage.members:
         paths = (view_path(saved, node, storage, alias_sets) for saved in saved_nodes)
@@ -162,15 +163,14 @@ def _written_storages(graph: fx.Graph, alias_sets: AliasSets) -> set[int]:
     """Storages that some op mutates. A higher-order op with "mutation" in its name may write any of its inputs."""
     written: set[int] = set()
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
-            schema = node.target._schema  # pyright: ignore[reportPrivateUsage]
+        if isinstance(node.target, torch._ops.OpOverload):
+            schema = node.target._schema
             if schema.is_mutable:
-                pairs = [*zip(schema.arguments, node.args, strict=False)]
-                pairs += [(arg, node.kwargs[arg.name]) for arg in schema.arguments if arg.name in node.kwargs]
-                for argument, value in pairs:
+                arguments = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
+                for argument in schema.arguments:
                     if argument.alias_info is not None and argument.alias_info.is_write:
-                        leaves = value if isinstance(value, (tuple, list)) else [value]
-                        written |= _storages_of(leaves, alias_sets)
+                        value = arguments.get(argument.name, node.kwargs.get(argument.name))
+                        written |= _storages_of(pytree.tree_leaves(value), alias_sets)
         elif "mutation" in str(node.target):
             written |= _storages_of(node.all_input_nodes, alias_sets)
     return written

@@ -125,7 +125,7 @@ def _insert_offload(joint: ScheduledJointGraph, chain: _Chain, engine: str) -> N
         if isinstance(node.meta.get("val"), torch.SymInt)
     }
 
-    def as_arguments(numbers: Sequence[int | torch.SymInt], read: torch._ops.OpOverload) -> list[int | fx.Node]:  # pyright: ignore[reportPrivateUsage]
+    def as_arguments(numbers: Sequence[int | torch.SymInt], read: torch._ops.OpOverload) -> list[int | fx.Node]:
         """Backward gets symbols from forward: the symbol itself, or what forward reads off the tensor."""
         arguments: list[int | fx.Node] = []
         for dim, number in enumerate(numbers):

@@ -1,8 +1,8 @@
 """When is each storage live, and how many bytes are live at each position of a graph?
 
 An interval is half-open, ``[start, end)``: the storage exists while the nodes at positions start..end-1 run. A node's
-result and its arguments are live together while it runs; an argument read for the last time at position p ends at p + 1.
-Graph outputs are held by the caller and live to the end. Inputs belong to the caller and are not counted.
+result and its arguments are live together while it runs; an argument that is read for the last time at position p ends
+at p + 1. Graph outputs are held by the caller and live to the end. Inputs belong to the caller and are not counted.
 
     0  a = mm(x, w)     8 MiB    a [0, 3)      bytes: 8
     1  b = relu(a)      8 MiB    b [1, 4)             16

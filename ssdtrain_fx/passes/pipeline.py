@@ -1,6 +1,6 @@
 """The pipeline, on one screen: from a partitioned training step to one that offloads.
 
-    join -> find_alias_sets -> find_candidates -> plan_offloads -> insert_offloads -> verify_offloads -> split
+join -> find_alias_sets -> find_candidates -> plan_offloads -> insert_offloads -> verify_offloads -> split
 """
 
 from __future__ import annotations

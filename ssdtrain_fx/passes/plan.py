@@ -48,6 +48,8 @@ class SavedStorage:
     dtype: str
     device: str
     size_bytes: int
+    is_input: bool
+    """A parameter, a buffer or data that the caller passes in."""
     source: str
     """Line of user code that made it, or an empty string."""
     decision: Decision

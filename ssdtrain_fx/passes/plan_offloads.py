@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
@@ -74,7 +74,9 @@ def plan_offloads(
     intervals = find_live_intervals(joint.graph, alias_sets)
     before = memory_profile(intervals.values(), num_positions)
 
-    moves = [_describe(candidate, alias_sets, positions, marker) for candidate in candidates if candidate.representative]
+    moves = [
+        _describe(candidate, alias_sets, positions, marker) for candidate in candidates if candidate.representative
+    ]
     window_bytes = in_flight_bytes or _default_window_bytes(moves)
     soon: set[int] = set()
     if keep_what_is_needed_soon:
@@ -142,9 +144,7 @@ def _describe(candidate: Candidate, alias_sets: AliasSets, positions: dict[fx.No
     )
 
 
-def _place(
-    moves: Sequence[_Move], kept: dict[int, _Move], window_bytes: int, marker: int
-) -> dict[int, _Placement]:
+def _place(moves: Sequence[_Move], kept: dict[int, _Move], window_bytes: int, marker: int) -> dict[int, _Placement]:
     """Release and reload positions of all moves under the in-flight window.
 
     ``kept`` storages are in memory when backward begins, so until they are read they use up the window.
@@ -162,7 +162,9 @@ def _place(
     reload: dict[int, int] = {}
     returning: collections.deque[_Move] = collections.deque()
     place = marker + 1
-    for move in sorted([*moves, *kept.values()], key=lambda move: (move.first_backward_read, move.candidate.storage.idx)):
+    for move in sorted(
+        [*moves, *kept.values()], key=lambda move: (move.first_backward_read, move.candidate.storage.idx)
+    ):
         while returning and sum(other.size_bytes for other in returning) + move.size_bytes > window_bytes:
             place = returning.popleft().first_backward_read
         returning.append(move)
@@ -183,7 +185,10 @@ def _apply(intervals: dict[int, LiveInterval], placements: dict[int, _Placement]
 
 
 def _fit_budget(
-    moves: Sequence[_Move], profile_of, before: MemoryProfile, budget_bytes: int
+    moves: Sequence[_Move],
+    profile_of: Callable[[Sequence[_Move]], tuple[dict[int, _Placement], MemoryProfile]],
+    before: MemoryProfile,
+    budget_bytes: int,
 ) -> tuple[dict[int, _Placement], MemoryProfile]:
     """The fewest storages, latest reuse first (Belady), that bring the peak under the budget."""
     if before.peak_bytes <= budget_bytes:
@@ -234,6 +239,7 @@ def _describe_storage(candidate: Candidate, intervals: dict[int, LiveInterval], 
         dtype=str(value.dtype).removeprefix("torch."),
         device=str(value.device),
         size_bytes=size_bytes,
+        is_input=candidate.storage.is_input,
         source=_source_line(candidate.storage.allocator),
         decision=decision,
     )

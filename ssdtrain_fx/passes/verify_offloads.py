@@ -97,7 +97,6 @@ def _only_user(node: fx.Node, target: object) -> fx.Node:
     return users[0]
 
 
-
 def _describe(value: torch.Tensor) -> str:
     return f"{value.dtype} {tuple(value.shape)} with strides {tuple(value.stride())} on {value.device}"
 

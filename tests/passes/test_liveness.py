@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.utils._pytree as pytree
-from graphs import TOYS, Program, analyse, capture_program, capture_step, capture_toy, min_cut, named, random_programs
-from hypothesis import given, settings
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
-from ssdtrain_fx.passes.liveness import LiveInterval, MemoryProfile, find_live_intervals, memory_profile, split_interval
-from ssdtrain_fx.passes.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT
+from ssdtrain_fx.passes.liveness import MemoryProfile, find_live_intervals, memory_profile
+from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
 
 
 class StorageCounter(fx.Interpreter):

@@ -28,6 +28,7 @@ from ssdtrain_fx.passes.liveness import LiveInterval, MemoryProfile, find_live_i
 from ssdtrain_fx.passes.plan import Decision, Keep, Offload, Plan, SavedStorage
 
 KEPT_SOON = "needed again soon: it would be on its way back before it is gone"
+KEPT_FITS = "fits: the peak is no higher with it in memory"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,9 +91,10 @@ def plan_offloads(
         placements = _place(selected, kept, window_bytes, marker)
         return placements, memory_profile(_apply(intervals, placements), num_positions)
 
-    placements, after = profile_of(chosen)
-    if memory_budget_bytes is not None:
+    if keep_what_is_needed_soon or memory_budget_bytes is not None:
         placements, after = _fit_budget(chosen, profile_of, before, memory_budget_bytes)
+    else:
+        placements, after = profile_of(chosen)
 
     storages: list[SavedStorage] = []
     by_idx = {move.candidate.storage.idx: move for move in moves}
@@ -102,8 +104,7 @@ def plan_offloads(
         if idx in placements:
             decision = _decide(by_idx[idx], placements[idx])
         else:
-            fits = f"the step fits memory_budget_bytes={memory_budget_bytes} without it"
-            decision = Keep(candidate.reason_to_keep or (KEPT_SOON if idx in soon else fits))
+            decision = Keep(candidate.reason_to_keep or (KEPT_SOON if idx in soon else KEPT_FITS))
         storages.append(_describe_storage(candidate, intervals, decision))
     return Plan(
         storages=tuple(storages),
@@ -188,20 +189,27 @@ def _fit_budget(
     moves: Sequence[_Move],
     profile_of: Callable[[Sequence[_Move]], tuple[dict[int, _Placement], MemoryProfile]],
     before: MemoryProfile,
-    budget_bytes: int,
+    budget_bytes: int | None,
 ) -> tuple[dict[int, _Placement], MemoryProfile]:
-    """The fewest storages, latest reuse first (Belady), that bring the peak under the budget."""
+    """The fewest storages, latest reuse first (Belady), that bring the peak under the budget.
+
+    Without a budget: under the peak that offloading all of them reaches. Where the peak stands elsewhere, such as among
+    the gradients at the end of backward, what is needed again soon stays in memory at no cost.
+    """
+    # The latest reuse is the earliest in forward and the last in backward.
+    order = sorted(moves, key=lambda move: (move.complete - move.first_backward_read, move.candidate.storage.idx))
+    best = profile_of(order)
+    if budget_bytes is None:
+        budget_bytes = best[1].peak_bytes
     if before.peak_bytes <= budget_bytes:
         return {}, before
-    order = sorted(moves, key=lambda move: (move.complete - move.first_backward_read, move.candidate.storage.idx))
-    low, high = 1, len(order)
-    best = profile_of(order)
     if best[1].peak_bytes > budget_bytes:
         raise BudgetError(
             f"memory_budget_bytes is {budget_bytes}, but the predicted activation peak of this graph cannot get below "
             f"{best[1].peak_bytes} bytes (without offloading: {before.peak_bytes}). Raise the budget to at least that, "
             "or lower the batch size, min_tensor_bytes or in_flight_bytes."
         )
+    low, high = 1, len(order)
     while low < high:
         middle = (low + high) // 2
         found = profile_of(order[:middle])

@@ -22,8 +22,8 @@ import mmap
 
 from torch import Tensor
 
-CHUNK_BYTES = 4 << 20
-CPU_BUDGET_BYTES = 32 << 20
+CHUNK_BYTES = 2 << 20
+CPU_BUDGET_BYTES = 8 << 20
 CUDA_BUDGET_BYTES = 1 << 30
 MIN_BUFFERS = 2
 

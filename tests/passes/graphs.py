@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -178,7 +179,9 @@ TOYS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 """Module and shape of its input, by name."""
 
 
+@functools.cache
 def capture_toy(name: str, *, partition: Partition = min_cut, dynamic: bool = False) -> CapturedStep:
+    """The same step every time: :meth:`CapturedStep.join` copies, so tests cannot disturb each other."""
     make, shape = TOYS[name]
     torch.manual_seed(0)
     module = make()

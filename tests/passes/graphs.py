@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,9 +61,7 @@ class Analysis:
     alias_sets: AliasSets
     candidates: tuple[Candidate, ...]
 
-    def plan(
-        self, *, policy: str = "all", window_bytes: int | None = None, budget_bytes: int | None = None
-    ) -> Plan:
+    def plan(self, *, policy: str = "all", window_bytes: int | None = None, budget_bytes: int | None = None) -> Plan:
         return plan_offloads(
             self.joint,
             self.alias_sets,
@@ -170,10 +168,10 @@ class Deep(nn.Module):
 
 
 TOYS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mlp": (MLP, (8, 16)),
-    "attention": (Attention, (2, 4, 16)),
-    "norms": (Norms, (6, 16)),
-    "convolutions": (Convolutions, (3, 2, 8, 8)),
+    "mlp": (MLP, (64, 16)),
+    "attention": (Attention, (4, 16, 16)),
+    "norms": (Norms, (48, 16)),
+    "convolutions": (Convolutions, (8, 2, 8, 8)),
     "deep": (Deep, (64, 8)),
 }
 """Module and shape of its input, by name."""
@@ -259,7 +257,7 @@ def named(graph: fx.Graph, name: str) -> fx.Node:
     return found
 
 
-def names(nodes: Sequence[object]) -> list[str]:
+def names(nodes: Iterable[object]) -> list[str]:
     return [str(node) for node in nodes]
 
 
@@ -272,7 +270,8 @@ def listing(graph: fx.Graph) -> str:
     lines: list[str] = []
     for node in graph.nodes:
         arguments = ", ".join(
-            [_show(argument) for argument in node.args] + [f"{key}={_show(value)}" for key, value in node.kwargs.items()]
+            [_show(argument) for argument in node.args]
+            + [f"{key}={_show(value)}" for key, value in node.kwargs.items()]
         )
         if node.op == "output":
             lines.append(f"return {arguments}")

@@ -104,7 +104,9 @@ def capture_two_layers() -> CapturedStep:
 
 def test_text_of_a_tiny_joint_graph() -> None:
     """tanh is made in forward, and read in backward by name: no placeholder stands for it any more."""
-    assert_expected_inline(listing(capture_two_layers().join().graph), """\
+    assert_expected_inline(
+        listing(capture_two_layers().join().graph),
+        """\
 primals_1: f32[4, 6]
 primals_2: f32[6, 8]
 primals_3: f32[8, 2]
@@ -124,7 +126,8 @@ detach_1: f32[4, 8] = detach(detach)
 tanh_backward: f32[4, 8] = tanh_backward(mm_3, detach_1)
 t_2: f32[6, 4] = t(primals_1)
 mm_4: f32[6, 8] = mm(t_2, tanh_backward)
-return ((sum_1), (None, mm_4, mm_2))""")
+return ((sum_1), (None, mm_4, mm_2))""",
+    )
 
 
 @pytest.mark.parametrize("partition", [save_all, min_cut])

@@ -29,8 +29,8 @@ from torch import Tensor, fx
 
 from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.passes.candidates import Candidate
-from ssdtrain_fx.passes.plan import Keep, Offload, Plan
-from ssdtrain_fx.passes.plan_offloads import KEPT_SOON
+from ssdtrain_fx.passes.plan import Keep, Offload, Plan, SavedStorage
+from ssdtrain_fx.passes.plan_offloads import KEPT_FITS, KEPT_SOON
 
 WINDOWS = (None, 1, 600, 2048, 10_000)
 
@@ -53,9 +53,7 @@ def reads_of(analysis: Analysis, candidate: Candidate) -> Reads:
 
     def used_in_forward(view: fx.Node) -> bool:
         """Is this view, or a view of it, read in forward by an op that is not a view of the storage?"""
-        return any(
-            positions[user] < marker and (not on_storage(user) or used_in_forward(user)) for user in view.users
-        )
+        return any(positions[user] < marker and (not on_storage(user) or used_in_forward(user)) for user in view.users)
 
     forward, backward = [positions[candidate.storage.allocator]], [len(positions)]
     for holder in positions:
@@ -117,7 +115,9 @@ def test_plans_are_sound(name: str, policy: str, window_bytes: int | None) -> No
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    program=random_programs(), window_bytes=st.sampled_from([None, 1, 100, 300]), policy=st.sampled_from(["all", "auto"])
+    program=random_programs(),
+    window_bytes=st.sampled_from([None, 1, 100, 300]),
+    policy=st.sampled_from(["all", "auto"]),
 )
 def test_plans_of_random_graphs_are_sound(program: Program, window_bytes: int | None, policy: str) -> None:
     analysis = analyse(capture_program(program))
@@ -193,12 +193,29 @@ def test_the_default_window_grows_with_the_number_of_storages() -> None:
 def test_auto_keeps_what_would_be_asked_for_at_once() -> None:
     """The last results of forward are the first that backward reads: within the window they would never be away."""
     analysis = chain_analysis()
-    plan = analysis.plan(policy="auto", window_bytes=256)
-    kept = [saved.name for saved in plan.storages if saved.decision == Keep(KEPT_SOON)]
-    moved = [saved.name for saved in plan.offloaded]
-    assert kept == ["tanh_1"]
-    assert moved == ["exp", "tanh", "exp_1"]
+    kept = [saved.name for saved in analysis.plan(policy="auto", window_bytes=256).storages]
+    soon = {
+        window: [s.name for s in analysis.plan(policy="auto", window_bytes=window).storages if _reason(s) == KEPT_SOON]
+        for window in (256, 512, 768, 1024)
+    }
+    assert kept == ["exp", "tanh", "exp_1", "tanh_1"]
+    assert soon == {256: kept[3:], 512: kept[2:], 768: kept[1:], 1024: kept}
     assert len(analysis.plan(policy="all", window_bytes=256).offloaded) == 4
+
+
+def test_auto_keeps_what_does_not_lower_the_peak() -> None:
+    """Two storages away are enough for the peak that three reach; the one that is needed last goes first."""
+    analysis = chain_analysis()
+    plan = analysis.plan(policy="auto", window_bytes=256)
+    assert [saved.name for saved in plan.offloaded] == ["exp", "tanh"]
+    assert [saved.name for saved in plan.storages if _reason(saved) == KEPT_FITS] == ["exp_1"]
+    one_less = without_moving(analysis, {"tanh"}).plan(policy="auto", window_bytes=256)
+    assert one_less.peak_after_bytes > plan.peak_after_bytes
+    assert analysis.plan(policy="all", window_bytes=256).peak_after_bytes == plan.peak_after_bytes
+
+
+def _reason(saved: SavedStorage) -> str:
+    return saved.decision.reason
 
 
 def test_auto_with_a_window_for_everything_keeps_everything() -> None:
@@ -228,7 +245,8 @@ def latest_reuse_first(analysis: Analysis) -> list[str]:
 
     moving = [candidate for candidate in analysis.candidates if candidate.representative is not None]
     return [
-        str(candidate.representative) for candidate in sorted(moving, key=lambda item: (-absence(item), item.storage.idx))
+        str(candidate.representative)
+        for candidate in sorted(moving, key=lambda item: (-absence(item), item.storage.idx))
     ]
 
 
@@ -245,7 +263,7 @@ def assert_budget_is_met_with_as_few_as_possible(analysis: Analysis, window_byte
         assert fewer.peak_after_bytes > budget_bytes, f"{count} storages would have been enough"
     for saved in plan.storages:
         if saved.name in order and saved.name not in moved:
-            assert saved.decision == Keep(f"the step fits memory_budget_bytes={budget_bytes} without it")
+            assert saved.decision == Keep(KEPT_FITS)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
@@ -315,8 +333,8 @@ def test_a_plan_describes_every_candidate() -> None:
     ]
     (softmax,) = [saved for saved in plan.storages if saved.name == "_softmax"]
     assert softmax.op == "aten._softmax.default"
-    assert softmax.shape == ("2", "2", "4", "4")
-    assert (softmax.dtype, softmax.device, softmax.size_bytes) == ("float32", "cpu", 256)
+    assert softmax.shape == ("4", "2", "16", "16")
+    assert (softmax.dtype, softmax.device, softmax.size_bytes) == ("float32", "cpu", 4 * 2 * 16 * 16 * 4)
     assert softmax.source.startswith("graphs.py:") and "torch.softmax(q @ k" in softmax.source
 
 
@@ -326,14 +344,14 @@ def test_symbolic_sizes_are_shown_as_such() -> None:
     assert {saved.size_bytes for saved in plan.offloaded} == {8 * 9 * 4}
 
 
-@pytest.mark.parametrize("policy", ["all", "auto"])
 @pytest.mark.parametrize("name", TOYS)
-def test_plans_survive_json(name: str, policy: str) -> None:
-    plan = analyse(capture_toy(name), min_tensor_bytes=300).plan(policy=policy)
+def test_plans_survive_json(name: str) -> None:
+    plan = analyse(capture_toy(name), min_tensor_bytes=300).plan()
     text = plan.to_json()
     assert Plan.from_json(text) == plan
     assert Plan.from_json(text).to_json() == text
-    assert {type(saved.decision) for saved in plan.storages} == {Keep, Offload}
+    assert any(isinstance(saved.decision, Keep) for saved in plan.storages)
+    assert plan.offloaded
 
 
 _PRINT_PLANS = """

@@ -50,11 +50,6 @@ class CudaMover:
         self._lock = threading.Lock()
         self._streams: dict[torch.device, _SideStreams] = {}
 
-    def allocate(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, memoryview | None]:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device), None
-
     def mark(self, device: torch.device) -> Mark:
         return self._record(self._cuda.current_stream(device))
 

@@ -158,14 +158,14 @@ class Engine:
                 f"reload({entry.name!r}) asks for {dtype}{list(size)} on {device}; "
                 f"offload got {entry.dtype}{list(entry.size)} on {entry.device}."
             )
-        lane = self._lane(entry.device.type)
-        y, pages = lane.mover.allocate(entry.size, stride, dtype, device)
+        y = torch.empty_strided(size, stride, dtype=dtype, device=device)
         if y.device != entry.device:
             raise InternalError(f"reload({entry.name!r}) asks for {y.device}; offload got {entry.device}.")
         temporary = None
         if not same_layout(entry.size, stride, entry.stored_stride):
-            temporary, pages = lane.mover.allocate(entry.size, entry.stored_stride, dtype, device)
-        fill = Fill(entry, y, temporary, pages, lane.mover.mark(y.device))
+            temporary = torch.empty_strided(entry.size, entry.stored_stride, dtype=dtype, device=device)
+        lane = self._lane(entry.device.type)
+        fill = Fill(entry, y, temporary, lane.mover.mark(y.device))
         with ledger.lock:
             ledger.check_usable(entry.name)
             ledger.drain()

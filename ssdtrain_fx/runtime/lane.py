@@ -197,9 +197,6 @@ class Lane:
         return None
 
     def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
-        if target.pages is not None:
-            pages = target.pages[chunk.start : chunk.start + round_up(chunk.length)]
-            return functools.partial(self._read_in_place, fill, chunk, pages)
         buffer = self.pool.acquire()
         return None if buffer is None else functools.partial(self._read, fill, chunk, target, buffer)
 
@@ -275,40 +272,20 @@ class Lane:
         return None
 
     def _read(self, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer) -> None:
-        error = self._fetch(chunk, buffer.view[: round_up(chunk.length)])
-        mark = None
-        if error is None:
-            mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready,))
-        self._end_read(fill, chunk, buffer, mark, error)
-
-    def _read_in_place(self, fill: Fill, chunk: Chunk, pages: memoryview) -> None:
-        """What lies between the end of the chunk and the end of its last page belongs to nobody."""
-        self._end_read(fill, chunk, None, None, self._fetch(chunk, pages))
-
-    def _fetch(self, chunk: Chunk, data: memoryview) -> OSError | ChecksumError | None:
         slot = chunk.entry.slot
         assert slot is not None
         try:
-            self._ledger.file.read(data, slot.offset_bytes + chunk.start)
-        except OSError as error:
-            return error
-        if self._checksum and zlib.crc32(data[: chunk.length]) != chunk.checksum:
-            return ChecksumError(f"checksum mismatch in the {chunk.length} bytes from byte {chunk.start} on")
-        return None
-
-    def _end_read(
-        self,
-        fill: Fill,
-        chunk: Chunk,
-        buffer: StagingBuffer | None,
-        mark: Mark,
-        error: OSError | ChecksumError | None,
-    ) -> None:
-        with self._ledger.lock:
-            if error is None:
-                self._ledger.counters.bytes_read += chunk.length
-            else:
+            self._ledger.file.read(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
+            if self._checksum and zlib.crc32(buffer.view[: chunk.length]) != chunk.checksum:
+                raise ChecksumError(f"checksum mismatch in the {chunk.length} bytes from byte {chunk.start} on")
+        except (OSError, ChecksumError) as error:
+            with self._ledger.lock:
                 fill.error = fill.error or error
+                self._issued(fill, chunk, buffer, None)
+            return
+        mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready,))
+        with self._ledger.lock:
+            self._ledger.counters.bytes_read += chunk.length
             self._issued(fill, chunk, buffer, mark)
 
     def _forward(self, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer, copied: Mark) -> None:

@@ -128,11 +128,9 @@ class Fill:
 
     __slots__ = ("entry", "error", "forwarded", "marks", "ready", "target", "temporary", "unfinished", "unissued")
 
-    def __init__(
-        self, entry: Entry, target: Tensor, temporary: Tensor | None, pages: memoryview | None, ready: Mark
-    ) -> None:
+    def __init__(self, entry: Entry, target: Tensor, temporary: Tensor | None, ready: Mark) -> None:
         self.entry = entry
-        self.target: Region | None = Region(target if temporary is None else temporary, entry.byte_count, pages)
+        self.target: Region | None = Region(target if temporary is None else temporary, entry.byte_count)
         self.temporary = temporary
         """The bytes in their stored layout, where ``reload`` asked for another one."""
         self.ready = ready

@@ -45,7 +45,8 @@ class OffloadConfig:
     """Most pinned (GPU) or staging (CPU) memory that the engine may hold. None: chosen per device."""
 
     max_slowdown: float = 0.01
-    """Exposed transfer time that a plan may predict, as a share of the step."""
+    """Exposed transfer time that a plan may predict, as a share of the step. Today's plans go by bytes and predict no
+    time, so this has no effect yet."""
 
     io: IOPath = "auto"
     """``posix`` goes through host memory, ``kvikio`` straight from GPU to file; ``auto`` takes what really works."""

@@ -15,6 +15,7 @@ Checked means: the source of that version was read. Only 2.13 is run by the test
 | ``_functorch._aot_autograd.descriptors`` | 2.13 | graph logs lose labels |
 | ``_dynamo.backends.common.aot_autograd`` | 2.11 2.13 2.15 | no ``inner="aot_eager"`` |
 | ``multiprocessing.reductions.StorageWeakRef`` | 2.11 2.13 2.15 | no alias sets |
+| ``_subclasses.fake_tensor``, ``_ops.OpOverload``, ``utils._pytree`` | 2.13 | no graph analysis |
 """
 
 from __future__ import annotations
@@ -25,9 +26,32 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
+__all__ = [
+    "AOTCompiler",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "aot_autograd",
+    "functorch_config_patch",
+    "is_saved_descriptor",
+    "saved_descriptors",
+    "size_hint",
+    "storage_key",
+    "tree_leaves",
+]
+
 AOTCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def tree_leaves(value: object) -> list[Any]:
+    """The leaves of nested tuples, lists and dicts, in order."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_leaves(value)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

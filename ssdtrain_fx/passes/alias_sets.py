@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 
 from ssdtrain_fx import _torch_private
@@ -31,6 +30,8 @@ class Storage:
     """The node that creates it; for a multi-output op the node with the tuple."""
     members: tuple[fx.Node, ...]
     """Every node whose value is one tensor on this storage, in graph order."""
+    holders: tuple[fx.Node, ...]
+    """The members, and the tuples that some of them are taken from, in graph order."""
     size_bytes: int | torch.SymInt
 
     @property
@@ -52,10 +53,6 @@ class AliasSets:
     by_node: Mapping[fx.Node, tuple[int, ...]]
     """Indices of the storages that a node's value holds: one for a tensor, several for a tuple, none otherwise."""
 
-    def holders(self, storage: Storage) -> list[fx.Node]:
-        """Every node whose value holds the storage: its members and the tuples that they are taken from."""
-        return [node for node, found in self.by_node.items() if storage.idx in found]
-
     def of(self, node: fx.Node) -> Storage | None:
         """The storage of a node whose value is one tensor; None for everything else."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -70,6 +67,7 @@ def find_alias_sets(graph: fx.Graph) -> AliasSets:
     allocators: list[fx.Node] = []
     sizes: list[int | torch.SymInt] = []
     members: list[list[fx.Node]] = []
+    holders: list[list[fx.Node]] = []
     for node in graph.nodes:
         inherited: dict[int, int] = {}
         for source in node.all_input_nodes:
@@ -88,12 +86,20 @@ def find_alias_sets(graph: fx.Graph) -> AliasSets:
                     allocators.append(node)
                     sizes.append(tensor.untyped_storage().nbytes())
                     members.append([])
+                    holders.append([])
                 own[key] = idx
+                holders[idx].append(node)
                 if isinstance(value, torch.Tensor):
                     members[idx].append(node)
         keys_of[node] = own
     storages = tuple(
-        Storage(idx=idx, allocator=allocator, members=tuple(members[idx]), size_bytes=sizes[idx])
+        Storage(
+            idx=idx,
+            allocator=allocator,
+            members=tuple(members[idx]),
+            holders=tuple(holders[idx]),
+            size_bytes=sizes[idx],
+        )
         for idx, allocator in enumerate(allocators)
     )
     return AliasSets(storages=storages, by_node={node: tuple(keys.values()) for node, keys in keys_of.items()})
@@ -101,6 +107,6 @@ def find_alias_sets(graph: fx.Graph) -> AliasSets:
 
 def _strided_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Tensors with a plain storage in a node's value (sparse and opaque ones have none to move)."""
-    for leaf in pytree.tree_leaves(value):
+    for leaf in _torch_private.tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
             yield leaf

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import networkx as nx
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.passes.alias_sets import AliasSets, Storage
@@ -80,7 +78,7 @@ def view_path(node: fx.Node, representative: fx.Node, storage: Storage, alias_se
 def _view_graph(storage: Storage, alias_sets: AliasSets) -> nx.DiGraph[fx.Node]:
     """Who views whom on one storage: an edge from a node to each node that can be rebuilt from it alone."""
     views: nx.DiGraph[fx.Node] = nx.DiGraph()
-    for node in alias_sets.holders(storage):
+    for node in storage.holders:
         views.add_node(node)
         sources = [source for source in node.all_input_nodes if storage.idx in alias_sets.by_node[source]]
         others = [source for source in node.all_input_nodes if storage.idx not in alias_sets.by_node[source]]
@@ -132,7 +130,7 @@ def _reason_of_role(storage: Storage, outputs: set[int], gradients: set[int], wr
 
 def _reason_of_value(node: fx.Node) -> str:
     value: torch.Tensor = node.meta["val"]
-    if type(value) is not FakeTensor:
+    if type(value) is not _torch_private.FakeTensor:
         return f"tensor subclass {type(value).__name__}"
     if value.is_quantized:
         return "quantized tensor"
@@ -163,14 +161,14 @@ def _written_storages(graph: fx.Graph, alias_sets: AliasSets) -> set[int]:
     """Storages that some op mutates. A higher-order op with "mutation" in its name may write any of its inputs."""
     written: set[int] = set()
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, _torch_private.OpOverload):
             schema = node.target._schema
             if schema.is_mutable:
                 arguments = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
                 for argument in schema.arguments:
                     if argument.alias_info is not None and argument.alias_info.is_write:
                         value = arguments.get(argument.name, node.kwargs.get(argument.name))
-                        written |= _storages_of(pytree.tree_leaves(value), alias_sets)
+                        written |= _storages_of(_torch_private.tree_leaves(value), alias_sets)
         elif "mutation" in str(node.target):
             written |= _storages_of(node.all_input_nodes, alias_sets)
     return written

@@ -29,9 +29,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import Argument, map_arg
 
+from ssdtrain_fx._torch_private import FakeTensor, FakeTensorMode, OpOverload
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.alias_sets import AliasSets
 from ssdtrain_fx.passes.candidates import Candidate, view_path
@@ -125,7 +125,7 @@ def _insert_offload(joint: ScheduledJointGraph, chain: _Chain, engine: str) -> N
         if isinstance(node.meta.get("val"), torch.SymInt)
     }
 
-    def as_arguments(numbers: Sequence[int | torch.SymInt], read: torch._ops.OpOverload) -> list[int | fx.Node]:
+    def as_arguments(numbers: Sequence[int | torch.SymInt], read: OpOverload) -> list[int | fx.Node]:
         """Backward gets symbols from forward: the symbol itself, or what forward reads off the tensor."""
         arguments: list[int | fx.Node] = []
         for dim, number in enumerate(numbers):

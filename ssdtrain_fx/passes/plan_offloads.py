@@ -75,9 +75,7 @@ def plan_offloads(
     intervals = find_live_intervals(joint.graph, alias_sets)
     before = memory_profile(intervals.values(), num_positions)
 
-    moves = [
-        _describe(candidate, alias_sets, positions, marker) for candidate in candidates if candidate.representative
-    ]
+    moves = [_describe(candidate, positions, marker) for candidate in candidates if candidate.representative]
     window_bytes = in_flight_bytes or _default_window_bytes(moves)
     soon: set[int] = set()
     if keep_what_is_needed_soon:
@@ -121,14 +119,14 @@ def _default_window_bytes(moves: Sequence[_Move]) -> int:
     return max([*sizes, sum(sizes) // 32], default=0) * (2 if on_gpu else 1)
 
 
-def _describe(candidate: Candidate, alias_sets: AliasSets, positions: dict[fx.Node, int], marker: int) -> _Move:
+def _describe(candidate: Candidate, positions: dict[fx.Node, int], marker: int) -> _Move:
     representative = candidate.representative
     assert representative is not None
     # Forward often ends with views that only backward reads. They go away, so they are no reads.
     last_forward_read = positions[representative]
     first_backward_read = len(positions)
     only_for_backward: set[fx.Node] = set()
-    for node in reversed(alias_sets.holders(candidate.storage)):
+    for node in reversed(candidate.storage.holders):
         forward_users = [user for user in node.users if positions[user] < marker and user not in only_for_backward]
         if not forward_users and node is not representative:
             only_for_backward.add(node)

@@ -36,7 +36,7 @@ class OffloadConfig:
     """``auto`` keeps what backward needs again soon; ``all`` offloads every eligible storage, whatever it costs."""
 
     in_flight_bytes: int | None = None
-    """Most bytes that leave, and most that return early, at one time. None: the largest storage or 1/32 of all."""
+    """Most bytes that leave, and most that return early, at one time. None: the largest storage or 1/48 of all."""
 
     memory_budget_bytes: int | None = None
     """Activation peak to stay under; nothing is offloaded when the step already fits. None: as low as possible."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ssdtrain_fx import _torch_private
 from ssdtrain_fx.aot_eager import compile_with_aot_eager
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.dry_run import compile_to_zeros
@@ -115,7 +116,7 @@ def explain(model: Callable[..., Any], *inputs: Any, config: OffloadConfig | Non
     values = {name: buffer.detach().clone() for name, buffer in buffers.items()}
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            torch.compile(model, backend=trace)(*inputs, **kwargs)
+            _torch_private.compile_apart(model, trace)(*inputs, **kwargs)
     finally:
         with torch.no_grad():
             for name, buffer in buffers.items():

@@ -15,11 +15,13 @@ Checked means: the source of that version was read. Only 2.13 is run by the test
 | ``_functorch._aot_autograd.descriptors`` | 2.13 | graph logs lose labels |
 | ``_dynamo.backends.common.aot_autograd`` | 2.11 2.13 2.15 | no ``inner="aot_eager"`` |
 | ``multiprocessing.reductions.StorageWeakRef`` | 2.11 2.13 2.15 | no alias sets |
+| ``_dynamo.config``, ``_dynamo.exc.BackendCompilerFailed`` | 2.13 | ``explain`` hits the recompile limit |
 | ``_subclasses.fake_tensor``, ``_ops.OpOverload``, ``utils._pytree`` | 2.13 | no graph analysis |
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -36,6 +38,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "aot_autograd",
+    "compile_apart",
     "functorch_config_patch",
     "is_saved_descriptor",
     "saved_descriptors",
@@ -104,3 +107,25 @@ def aot_autograd(
 
     compiled = aot_autograd(fw_compiler=compiler, partition_fn=partition_fn, keep_inference_input_mutations=True)
     return compiled(gm, example_inputs)
+
+
+def compile_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile`` that uses up none of the recompilations of ``model``, and raises the backend's own errors.
+
+    torch 2.11 has no ``isolate_recompiles``; there the limit is lifted for the call, and the entries stay behind.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    isolated = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    options: dict[str, Any] = {"isolate_recompiles": True} if isolated else {}
+    limits: dict[str, Any] = {} if isolated else {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with cast(Any, config).patch(limits):
+                return torch.compile(model, backend=backend, **options)(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            raise error.inner_exception from None
+
+    return run

@@ -2,7 +2,9 @@
 
 Asked of the FakeTensors in ``node.meta["val"]``, so views, ``getitem`` and multi-output ops need no list of ops. One
 trap is avoided: a recomputed node carries the same FakeTensor as its original, though at run time it makes a storage
-of its own. So a node shares a storage only with its *inputs*; otherwise it allocates a new one.
+of its own. So a node shares a storage only with its *inputs*; otherwise it allocates a new one. And one gap is filled:
+when a graph is rewritten under a view (equal expressions merged, a saved tensor reloaded), the view's FakeTensor stays
+behind on the old storage. Then the op's schema says which argument it views.
 
     base = addmm(...)          # storage 0, allocator
     q    = view(base[...])     # storage 0
@@ -12,7 +14,7 @@ of its own. So a node shares a storage only with its *inputs*; otherwise it allo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,13 +76,14 @@ def find_alias_sets(graph: fx.Graph) -> AliasSets:
             for key, idx in keys_of[source].items():
                 inherited.setdefault(key, idx)
         own: dict[int, int] = {}
+        viewed = _viewed_storage(node, keys_of)
         if node.op != "output":
             value = node.meta.get("val")
             for tensor in _strided_tensors(value):
                 key = _torch_private.storage_key(tensor)
                 if key in own:
                     continue
-                idx = inherited.get(key)
+                idx = inherited.get(key, viewed)
                 if idx is None:
                     idx = len(allocators)
                     allocators.append(node)
@@ -103,6 +106,41 @@ def find_alias_sets(graph: fx.Graph) -> AliasSets:
         for idx, allocator in enumerate(allocators)
     )
     return AliasSets(storages=storages, by_node={node: tuple(keys.values()) for node, keys in keys_of.items()})
+
+
+def storages_of(values: Iterable[object], alias_sets: AliasSets) -> set[int]:
+    """Indices of all storages that the nodes among ``values`` hold."""
+    return {idx for value in values if isinstance(value, fx.Node) for idx in alias_sets.by_node[value]}
+
+
+def find_written_storages(graph: fx.Graph, alias_sets: AliasSets) -> set[int]:
+    """Storages that some op mutates. A higher-order op with "mutation" in its name may write any of its inputs."""
+    written: set[int] = set()
+    for node in graph.nodes:
+        if isinstance(node.target, _torch_private.OpOverload):
+            schema = node.target._schema
+            if schema.is_mutable:
+                arguments = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
+                for argument in schema.arguments:
+                    if argument.alias_info is not None and argument.alias_info.is_write:
+                        value = arguments.get(argument.name, node.kwargs.get(argument.name))
+                        written |= storages_of(_torch_private.tree_leaves(value), alias_sets)
+        elif "mutation" in str(node.target):
+            written |= storages_of(node.all_input_nodes, alias_sets)
+    return written
+
+
+def _viewed_storage(node: fx.Node, keys_of: Mapping[fx.Node, Mapping[int, int]]) -> int | None:
+    """The one storage of the argument that the op's schema says its result views."""
+    if not isinstance(node.target, _torch_private.OpOverload):
+        return None
+    schema = node.target._schema
+    if schema.is_mutable or not any(result.alias_info is not None for result in schema.returns):
+        return None
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and isinstance(value, fx.Node) and len(keys_of[value]) == 1:
+            return next(iter(keys_of[value].values()))
+    return None
 
 
 def _strided_tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import networkx as nx
 import torch
 from torch import fx
 
 from ssdtrain_fx import _torch_private
-from ssdtrain_fx.passes.alias_sets import AliasSets, Storage
+from ssdtrain_fx.passes.alias_sets import AliasSets, Storage, find_written_storages, storages_of
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 
 TOKEN_BYTES = 8
@@ -38,9 +38,9 @@ def find_candidates(
         storage = alias_sets.of(node)
         if storage is not None:
             saved_by_storage.setdefault(storage.idx, []).append(node)
-    outputs = _storages_of(joint.forward_outputs, alias_sets)
-    gradients = _storages_of(joint.gradients, alias_sets)
-    written = _written_storages(joint.graph, alias_sets)
+    outputs = storages_of(joint.forward_outputs, alias_sets)
+    gradients = storages_of(joint.gradients, alias_sets)
+    written = find_written_storages(joint.graph, alias_sets)
 
     candidates: list[Candidate] = []
     for idx in sorted(saved_by_storage):
@@ -151,27 +151,6 @@ def _reason_of_size(storage: Storage, min_tensor_bytes: int) -> str:
     if size_bytes < min_tensor_bytes:
         return f"{size_bytes} bytes: below min_tensor_bytes={min_tensor_bytes}"
     return ""
-
-
-def _storages_of(values: Iterable[object], alias_sets: AliasSets) -> set[int]:
-    return {idx for value in values if isinstance(value, fx.Node) for idx in alias_sets.by_node[value]}
-
-
-def _written_storages(graph: fx.Graph, alias_sets: AliasSets) -> set[int]:
-    """Storages that some op mutates. A higher-order op with "mutation" in its name may write any of its inputs."""
-    written: set[int] = set()
-    for node in graph.nodes:
-        if isinstance(node.target, _torch_private.OpOverload):
-            schema = node.target._schema
-            if schema.is_mutable:
-                arguments = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
-                for argument in schema.arguments:
-                    if argument.alias_info is not None and argument.alias_info.is_write:
-                        value = arguments.get(argument.name, node.kwargs.get(argument.name))
-                        written |= _storages_of(_torch_private.tree_leaves(value), alias_sets)
-        elif "mutation" in str(node.target):
-            written |= _storages_of(node.all_input_nodes, alias_sets)
-    return written
 
 
 def _is_symbol(node: fx.Node) -> bool:

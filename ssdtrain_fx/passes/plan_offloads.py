@@ -62,7 +62,7 @@ def plan_offloads(
 
     Args:
         keep_what_is_needed_soon: False offloads every storage that may move.
-        in_flight_bytes: the window W; None takes the largest storage or 1/32 of all, whichever is more, and on a GPU
+        in_flight_bytes: the window W; None takes the largest storage or 1/48 of all, whichever is more, and on a GPU
             twice that.
         memory_budget_bytes: stop as soon as the predicted peak is at most this; None means as low as possible.
 
@@ -84,6 +84,7 @@ def plan_offloads(
                 soon.add(idx)
     chosen = [move for move in moves if move.candidate.storage.idx not in soon]
     kept = {move.candidate.storage.idx: move for move in moves if move.candidate.storage.idx in soon}
+    window_bytes = in_flight_bytes or _default_window_bytes(chosen)  # what stays may have been the largest
 
     def profile_of(selected: Sequence[_Move]) -> tuple[dict[int, _Placement], MemoryProfile]:
         placements = _place(selected, kept, window_bytes, marker)
@@ -116,7 +117,7 @@ def _default_window_bytes(moves: Sequence[_Move]) -> int:
     """Enough for one transfer to hide behind another's compute. A GPU computes through a window sooner than a CPU."""
     sizes = [move.size_bytes for move in moves]
     on_gpu = any(move.candidate.saved_nodes[0].meta["val"].device.type == "cuda" for move in moves)
-    return max([*sizes, sum(sizes) // 32], default=0) * (2 if on_gpu else 1)
+    return max([*sizes, sum(sizes) // 48], default=0) * (2 if on_gpu else 1)
 
 
 def _describe(candidate: Candidate, positions: dict[fx.Node, int], marker: int) -> _Move:

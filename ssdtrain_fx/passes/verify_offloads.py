@@ -17,9 +17,10 @@ from typing import NoReturn
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ssdtrain_fx.errors import InternalError
-from ssdtrain_fx.passes.alias_sets import AliasSets, Storage, find_alias_sets
+from ssdtrain_fx.passes.alias_sets import AliasSets, Storage, find_alias_sets, find_written_storages, storages_of
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
 
@@ -31,12 +32,8 @@ def verify_offloads(joint: ScheduledJointGraph) -> None:
     positions = joint.positions()
     marker = positions[joint.marker]
     alias_sets = find_alias_sets(graph)
-    held = {
-        idx
-        for value in (*joint.forward_outputs, *joint.gradients)
-        if isinstance(value, fx.Node)
-        for idx in alias_sets.by_node[value]
-    }
+    held = storages_of((*joint.forward_outputs, *joint.gradients), alias_sets)
+    written = find_written_storages(graph, alias_sets)
     seen: set[int] = set()
     for offload in find(graph, OFFLOAD):
         source = offload.args[0]
@@ -45,6 +42,8 @@ def verify_offloads(joint: ScheduledJointGraph) -> None:
             _fail(offload, "an offload stands in backward")
         if storage.is_input or storage.idx in held:
             _fail(offload, "the offloaded storage is held outside the graph")
+        if storage.idx in written:
+            _fail(offload, "the offloaded storage is written in place")
         if storage.idx in seen:
             _fail(offload, "the storage is offloaded twice")
         seen.add(storage.idx)
@@ -76,11 +75,14 @@ def _verify_reload(reload: fx.Node, positions: dict[fx.Node, int], marker: int) 
     wait = _only_user(reload, WAIT)
     if wait.args[1:] != reload.args[1:]:
         _fail(wait, f"waits for {wait.args[1:]}, but {reload.args[1:]} was asked for")
+    asked = map_arg(reload.args[1:], lambda argument: argument.meta["val"])
     source = token.args[1]
     assert isinstance(source, fx.Node)
     was, now = source.meta["val"], wait.meta["val"]
     if (was.shape, was.stride(), was.dtype, was.device) != (now.shape, now.stride(), now.dtype, now.device):
         _fail(wait, f"reloads {_describe(now)}, but {_describe(was)} was offloaded")
+    if asked != (list(was.shape), list(was.stride()), was.dtype, was.device):
+        _fail(reload, f"asks for {asked}, but {_describe(was)} was offloaded")
 
 
 def _storage_of(node: object, alias_sets: AliasSets, offender: fx.Node) -> Storage:

@@ -269,10 +269,8 @@ def listing(graph: fx.Graph) -> str:
     """One line per node: name, shape and call. Short enough to check by eye."""
     lines: list[str] = []
     for node in graph.nodes:
-        arguments = ", ".join(
-            [_show(argument) for argument in node.args]
-            + [f"{key}={_show(value)}" for key, value in node.kwargs.items()]
-        )
+        keywords = [f"{key}={_show(value)}" for key, value in node.kwargs.items()]
+        arguments = ", ".join([*map(_show, node.args), *keywords])
         if node.op == "output":
             lines.append(f"return {arguments}")
         elif node.op == "placeholder":

@@ -107,7 +107,6 @@ def test_a_recomputed_node_makes_a_storage_of_its_own() -> None:
     assert (first.members, second.members) == ((original,), (recomputed,))
 
 
-@pytest.mark.xfail(strict=True, reason="views of a node that common subexpressions were merged into: stale FakeTensor")
 def test_a_view_of_a_merged_node_shares_its_storage() -> None:
     """min_cut merges the two calls of sin; the view that is left was traced on the one that is gone.
 

@@ -242,7 +242,6 @@ def test_random_graphs(program: Program, window_bytes: int | None) -> None:
     assert_plan_is_measured(step, policy="all", window_bytes=window_bytes)
 
 
-@pytest.mark.xfail(strict=True, reason="views of a node that common subexpressions were merged into count twice")
 def test_views_of_merged_nodes_are_counted_once() -> None:
     """a = sin(x); b = sin(x); mm(b.t(), a): min_cut merges a and b, and b.t() is a view of a then."""
     step = capture_step(
@@ -257,7 +256,7 @@ def test_views_of_merged_nodes_are_counted_once() -> None:
     "name",
     [
         "mlp",
-        pytest.param("deep", marks=pytest.mark.xfail(strict=True, reason="backward's own views keep the old storage")),
+        "deep",
     ],
 )
 def test_the_rewritten_graph_predicts_itself(name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -44,7 +45,7 @@ class Reads:
 
 
 def reads_of(analysis: Analysis, candidate: Candidate) -> Reads:
-    """An op reads a storage when an argument lies on it and not all it does is to make a view that backward alone reads."""
+    """An op reads a storage when an argument lies on it, unless all it makes is a view that backward alone reads."""
     positions = analysis.joint.positions()
     marker = positions[analysis.joint.marker]
 
@@ -82,7 +83,6 @@ def assert_plan_is_sound(analysis: Analysis, plan: Plan) -> None:
         reads = reads_of(analysis, candidate)
         assert positions[named(analysis.joint.graph, decision.representative)] < decision.offload
         assert decision.offload <= decision.release <= marker < decision.reload <= decision.wait
-        assert decision.release > reads.last_in_forward or decision.release == marker
         assert decision.release > reads.last_in_forward
         assert decision.wait == reads.first_in_backward
         moves.append((saved.size_bytes, decision, reads))
@@ -141,7 +141,7 @@ def test_a_release_makes_room_for_the_next_offload() -> None:
     analysis = chain_analysis()
     moves = [saved.decision for saved in analysis.plan(window_bytes=256).offloaded]
     assert len(moves) == 4
-    for move, following in zip(moves, moves[1:], strict=False):
+    for move, following in itertools.pairwise(moves):
         assert isinstance(move, Offload) and isinstance(following, Offload)
         assert move.release == following.offload
     last = moves[-1]
@@ -155,7 +155,7 @@ def test_a_reload_is_issued_when_the_one_before_is_read() -> None:
     first = moves[0]
     assert isinstance(first, Offload)
     assert first.reload == analysis.joint.positions()[analysis.joint.marker] + 1
-    for move, following in zip(moves, moves[1:], strict=False):
+    for move, following in itertools.pairwise(moves):
         assert isinstance(move, Offload) and isinstance(following, Offload)
         assert following.reload == move.wait
 

@@ -246,7 +246,6 @@ def test_something_else_comes_back_than_left(make: object, found: str) -> None:
 
 
 @pytest.mark.parametrize(("position", "argument"), [(1, [64]), (2, [1, 8]), (3, torch.float64)])
-@pytest.mark.xfail(strict=True, reason="the arguments are compared with each other, not with what was offloaded")
 def test_reload_and_wait_agree_on_something_else_than_left(position: int, argument: object) -> None:
     """What runs is the arguments; the metadata of the wait says what they should have been."""
     joint = good()
@@ -303,7 +302,6 @@ def test_a_storage_that_is_offloaded_twice() -> None:
     assert_rejected(joint, twice, "the storage is offloaded twice")
 
 
-@pytest.mark.xfail(strict=True, reason="the verifier promises this and does not look")
 def test_a_storage_that_is_written_in_place() -> None:
     """exp | offload | mul_ | release: what leaves is neither the old nor the new data."""
     joint = good()

@@ -117,7 +117,7 @@ def compile_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Cal
     from torch._dynamo import config
     from torch._dynamo.exc import BackendCompilerFailed
 
-    isolated = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    isolated = "isolate_recompiles" in inspect.signature(cast(Any, torch.compile)).parameters
     options: dict[str, Any] = {"isolate_recompiles": True} if isolated else {}
     limits: dict[str, Any] = {} if isolated else {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
 

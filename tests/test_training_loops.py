@@ -115,6 +115,34 @@ def test_gradients_of_inputs() -> None:
     assert torch.equal(found[0], found[1])
 
 
+@pytest.mark.parametrize("inner", INNERS)
+def test_checkpointing_inside_the_model(inner: Any) -> None:
+    """The partitioner recomputes what the tags ask for; what it still saves is offloaded."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Tower):
+        def forward(self, x: Tensor) -> Tensor:
+            for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+
+                def block(x: Tensor, first: nn.Module = first, second: nn.Module = second) -> Tensor:
+                    return torch.nn.functional.dropout(second(torch.nn.functional.gelu(first(x))), 0.1)
+
+                x = checkpoint(block, x, use_reentrant=False)
+            return x.square().sum()
+
+    model, x = Checkpointed(), torch.randn(8, 32)
+    found: list[dict[str, Tensor]] = []
+    for compiler in (inner, backend(everything(inner))):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model.zero_grad(set_to_none=True)
+        before = statistics()
+        torch.compile(model, backend=compiler)(x).backward()
+        assert (statistics().since(before).offloads > 0) == (compiler != inner)
+        found.append(gradients_of(model))
+    assert_same_gradients(found[1], found[0])
+
+
 def test_two_models_share_one_engine() -> None:
     models = [Tower(), Tower()]
     x = torch.randn(8, 32)

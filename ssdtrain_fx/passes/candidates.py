@@ -34,9 +34,12 @@ def find_candidates(
 ) -> tuple[Candidate, ...]:
     """One candidate per storage that backward reads, in the order of allocation."""
     saved_by_storage: dict[int, list[fx.Node]] = {}
+    positions = joint.positions()
+    marker = positions[joint.marker]
     for node in joint.saved:
         storage = alias_sets.of(node)
-        if storage is not None:
+        # A partitioner may save what it then recomputes; nobody reads that, and split drops it.
+        if storage is not None and any(positions[user] > marker for user in node.users):
             saved_by_storage.setdefault(storage.idx, []).append(node)
     outputs = storages_of(joint.forward_outputs, alias_sets)
     gradients = storages_of(joint.gradients, alias_sets)

@@ -73,17 +73,21 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, *, num_forward_outpu
 
     Args:
         forward: returns ``num_forward_outputs`` outputs, then what it saves for backward.
-        backward: its placeholders carry the names of the saved nodes; all others (tangents, ...) are its own.
+        backward: takes the saved symbols, the other saved values, and then what only it has (tangents, ...).
 
     Raises:
-        InternalError: a saved value has no name in ``backward`` although a placeholder asks for it.
+        InternalError: the two graphs do not fit together.
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     forward_results = _outputs(forward.graph)
     saved = [node for node in forward_results[num_forward_outputs:] if isinstance(node, fx.Node)]
-    saved_by_name = {node.name: node for node in saved}
-    backward_placeholders = backward.graph.find_nodes(op="placeholder")
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    if len(saved) != len(forward_results) - num_forward_outputs or len(saved) > len(placeholders):
+        raise InternalError(f"forward saves {forward_results[num_forward_outputs:]}, backward takes {placeholders}.")
+    # By position, as the runtime passes them: functionalised random states have another name in each half.
+    received = [node for node in saved if _is_symbol(node)] + [node for node in saved if not _is_symbol(node)]
+    own_placeholders = placeholders[len(saved) :]
 
     def copy(nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
@@ -92,13 +96,10 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, *, num_forward_outpu
                 env[node].meta = dict(node.meta)
 
     copy(forward.graph.find_nodes(op="placeholder"))
-    own_placeholders = [node for node in backward_placeholders if node.name not in saved_by_name]
     copy(own_placeholders)
     copy(forward.graph.nodes)
     graph.call_function(backward_starts)
-    for node in backward_placeholders:
-        if node.name in saved_by_name:
-            env[node] = env[saved_by_name[node.name]]
+    env.update({mine: env[theirs] for mine, theirs in zip(placeholders, received, strict=False)})
     copy(backward.graph.nodes)
 
     output = graph.output(

@@ -180,7 +180,21 @@ def test_an_empty_graph_has_no_peak() -> None:
 
 
 def test_a_result_that_nobody_reads_lives_for_one_position() -> None:
-    """norm -> (out, mean, rstd): the tuple holds all three until its last getitem; what is not read then dies."""
+    """0 x;  1 exp (nobody reads it);  2 sin;  3 return sin"""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for target in (torch.ops.aten.exp.default, torch.ops.aten.sin.default):
+        last = graph.call_function(target, (x,))
+    graph.output((last,))
+    with FakeTensorMode():
+        for node in graph.nodes:
+            node.meta["val"] = torch.empty(4, 6)
+    assert predict(graph).live_bytes == (0, 96, 96, 96)
+    assert measure(fx.GraphModule({}, graph), [torch.randn(4, 6)]).live_bytes == [0, 96, 96, 96]
+
+
+def test_a_tuple_holds_all_its_parts_until_the_last_one_is_taken() -> None:
+    """norm -> (out, mean, rstd): out is born at the op, not at its getitem, and dies after its own last reader."""
     step = capture_step(lambda x: torch.nn.functional.layer_norm(x, (6,)).sum(), torch.randn(4, 6, requires_grad=True))
     joint = step.join()
     alias_sets = find_alias_sets(joint.graph)

@@ -179,7 +179,7 @@ def test_the_default_window_is_the_largest_storage() -> None:
 
 
 def test_the_default_window_grows_with_the_number_of_storages() -> None:
-    """70 storages of 256 bytes: a 32nd of all is more than one of them."""
+    """70 storages of 256 bytes: a 48th of all is more than one of them."""
 
     def function(x: Tensor) -> Tensor:
         for _ in range(70):
@@ -187,7 +187,7 @@ def test_the_default_window_grows_with_the_number_of_storages() -> None:
         return x.sum()
 
     analysis = analyse(capture_step(function, torch.randn(8, 8, requires_grad=True)))
-    assert analysis.plan().in_flight_bytes == 70 * 256 // 32
+    assert analysis.plan().in_flight_bytes == 70 * 256 // 48
 
 
 def test_auto_keeps_what_would_be_asked_for_at_once() -> None:

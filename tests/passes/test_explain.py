@@ -144,6 +144,32 @@ def test_parameters_buffers_and_random_numbers_stay(inner: str) -> None:
     assert not torch.equal(model.norm.running_mean, before["norm.running_mean"])
 
 
+def test_code_that_is_not_traced_leaves_no_trace() -> None:
+    """What Dynamo does not capture runs for real: here it counts in a buffer and draws a random number."""
+
+    class Counting(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        @torch._dynamo.disable
+        def count_and_draw(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return x + torch.rand(())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.count_and_draw(x))
+
+    model, x = Counting(), batch()
+    random_state = torch.get_rng_state()
+    assert explain(model, x, config=config()).graphs
+    assert model.count == 0
+    assert torch.equal(torch.get_rng_state(), random_state)
+    model(x)
+    assert model.count == 1
+    assert not torch.equal(torch.get_rng_state(), random_state)
+
+
 def test_buffers_stay_after_an_error() -> None:
     class Failing(Toy):
         def forward(self, x: Tensor) -> Tensor:

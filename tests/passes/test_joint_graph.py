@@ -269,8 +269,9 @@ def test_neither_join_nor_split_touches_the_graphs_they_read() -> None:
 
 
 def test_nodes_of_backward_are_marked_as_such() -> None:
-    """Inductor treats nodes by this mark, which AOTAutograd sets and a new graph lacks."""
-    forward, backward = split(capture_two_layers().join())
+    """Inductor treats nodes by this mark. AOTAutograd sets it on its own nodes; ours, such as reload, need it too."""
+    analysis = analyse(capture_two_layers())
+    forward, backward = split(analysis.rewrite(analysis.plan()))
     for gm, expected in ((forward, False), (backward, True)):
         marks = {bool(node.meta.get("autograd_backward")) for node in gm.graph.nodes if node.op == "call_function"}
         assert marks == {expected}

@@ -1,0 +1,82 @@
+"""What the planner knows about a machine: rates and latencies, as one frozen value that is stored as JSON.
+
+A profile belongs to one device and one directory. ``ssdtrain_fx.probe`` measures it; the planner only reads it, so the
+same profile and the same graph give the same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Channel:
+    """A way for bytes: a transfer of n bytes takes ``latency_s + n / bytes_per_s``."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def transfer_s(self, size_bytes: int) -> float:
+        return self.latency_s + size_bytes / self.bytes_per_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """Measured rates of one device and one directory on an SSD."""
+
+    device: str
+    """``cpu``, or the name of the GPU."""
+    flops_per_s: Mapping[str, float]
+    """Matrix products, by dtype name (``float32``)."""
+    memory_bytes_per_s: float
+    """A streaming pointwise kernel, reads plus writes."""
+    elements_per_s: Mapping[str, float]
+    """Elements per second of an expensive pointwise op (``exp``, ``tanh``, ``erf``), by dtype name."""
+    kernel_s: float
+    """Time of a kernel that has nothing to do."""
+    write: Channel
+    """Staging to SSD."""
+    read: Channel
+    """SSD to where the tensor is needed."""
+    share_when_both: float
+    """Share of its rate that each direction keeps while the other one is busy too: 0.5 for one shared resource."""
+    copy_out: Channel
+    """Tensor to staging (on a GPU: device to host)."""
+    copy_in: Channel
+    """Staging to tensor (on a GPU: host to device)."""
+    copies_block_compute: bool
+    """Whether the compute thread does the copies itself, as for CPU tensors. On a GPU they run beside it."""
+    offload_s: float
+    """Compute-thread time of one ``offload`` and its ``release``, whatever the size."""
+    reload_s: float
+    """Compute-thread time of one ``reload`` and its ``wait``, whatever the size."""
+    staging_bytes: int
+    """Bytes that may be between tensor and SSD at one time."""
+
+    def __post_init__(self) -> None:
+        rates = [self.memory_bytes_per_s, *self.flops_per_s.values(), *self.elements_per_s.values()]
+        rates += [channel.bytes_per_s for channel in (self.write, self.read, self.copy_out, self.copy_in)]
+        if min(rates) <= 0:
+            raise ValueError(f"every rate of a hardware profile must be above 0, got {self}")
+        if not 0 < self.share_when_both <= 1:
+            raise ValueError(f"share_when_both is {self.share_when_both}; expected a number in (0, 1].")
+
+    def to_json(self) -> str:
+        """Stable text: equal profiles give equal bytes."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Hardware:
+        """Inverse of :meth:`to_json`."""
+        raw: dict[str, Any] = json.loads(text)
+        for name in ("write", "read", "copy_out", "copy_in"):
+            raw[name] = Channel(**raw[name])
+        return cls(**raw)
+
+    def digest(self) -> str:
+        """Names this profile in the keys of compile caches: a plan for other hardware must not be reused."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()

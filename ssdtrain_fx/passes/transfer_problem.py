@@ -1,0 +1,79 @@
+"""What is to be decided, in numbers only: the graph is gone, positions, seconds and bytes remain.
+
+The planner, the simulation and the exact solver all speak about this one value, so that they solve the same problem.
+
+Time. Node p of the scheduled joint graph takes ``node_s[p]`` seconds on one compute stream. Everything in front of
+``marker`` is forward. Of a moved storage
+
+    offload   stands at ``complete``: it takes ``blocks_out_s`` of the compute stream, and the write may begin
+    release   stands at ``release`` in ``[earliest_release, marker]``; the stream stalls there until the storage has left
+    reload    stands at ``reload`` in ``[marker + 1, wait]``; the read may begin
+    wait      stands at ``wait``; the stream stalls there until the storage is back, ``blocks_in_s`` included
+
+Writes run one after the other in the order of ``complete``, reads in the order of ``reload``.
+
+Memory. A storage is live in ``[start, end)``; a moved one in ``[start, release)`` and ``[reload, end)``.
+``fixed_live_bytes`` counts every storage that cannot move.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from ssdtrain_fx.hardware import Hardware
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Movable:
+    """One storage that may leave memory between forward and backward. All positions mean "right before that node"."""
+
+    idx: int
+    """Index of its alias set."""
+    size_bytes: int
+    start: int
+    complete: int
+    earliest_release: int
+    """Behind its last read in forward."""
+    wait: int
+    """Its first read in backward."""
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TransferProblem:
+    """Everything that a placement depends on."""
+
+    node_s: tuple[float, ...]
+    marker: int
+    fixed_live_bytes: tuple[int, ...]
+    movables: tuple[Movable, ...]
+    """In the order of ``complete``; ties by idx."""
+    hardware: Hardware
+
+    @property
+    def step_s(self) -> float:
+        """Time of the step when nothing is moved."""
+        return sum(self.node_s)
+
+    def blocks_out_s(self, size_bytes: int) -> float:
+        """Compute-stream time of one offload and its release, stalls not included."""
+        hardware = self.hardware
+        return hardware.offload_s + (hardware.copy_out.transfer_s(size_bytes) if hardware.copies_block_compute else 0.0)
+
+    def blocks_in_s(self, size_bytes: int) -> float:
+        """Compute-stream time of one reload and its wait, stalls not included."""
+        hardware = self.hardware
+        return hardware.reload_s + (hardware.copy_in.transfer_s(size_bytes) if hardware.copies_block_compute else 0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the release and the reload of one storage stand."""
+
+    release: int
+    reload: int
+
+
+Placements = Mapping[int, Placement]
+"""By :attr:`Movable.idx`; a storage that is not in it stays in memory."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,11 @@ class Channel:
         return self.latency_s + size_bytes / self.bytes_per_s
 
 
+def convolution_key(dtype_name: str) -> str:
+    """The key of convolutions in :attr:`Hardware.flops_per_s`: they come from another library than matrix products."""
+    return f"{dtype_name} convolution"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
     """Measured rates of one device and one directory on an SSD."""
@@ -31,7 +37,7 @@ class Hardware:
     device: str
     """``cpu``, or the name of the GPU."""
     flops_per_s: Mapping[str, float]
-    """Matrix products, by dtype name (``float32``)."""
+    """Matrix products, by dtype name (``float32``); convolutions under :func:`convolution_key`, where they differ."""
     memory_bytes_per_s: float
     """A streaming pointwise kernel, reads plus writes."""
     elements_per_s: Mapping[str, float]
@@ -60,8 +66,12 @@ class Hardware:
     def __post_init__(self) -> None:
         rates = [self.memory_bytes_per_s, *self.flops_per_s.values(), *self.elements_per_s.values()]
         rates += [channel.bytes_per_s for channel in (self.write, self.read, self.copy_out, self.copy_in)]
-        if min(rates) <= 0:
-            raise ValueError(f"every rate of a hardware profile must be above 0, got {self}")
+        if not all(0 < rate < math.inf for rate in rates):
+            raise ValueError(f"every rate of a hardware profile must be finite and above 0, got {self}")
+        times = [self.kernel_s, self.offload_s, self.reload_s]
+        times += [channel.latency_s for channel in (self.write, self.read, self.copy_out, self.copy_in)]
+        if not all(0 <= seconds < math.inf for seconds in times):
+            raise ValueError(f"every time of a hardware profile must be finite and at least 0, got {self}")
         if not 0 < self.share_when_both <= 1:
             raise ValueError(f"share_when_both is {self.share_when_both}; expected a number in (0, 1].")
 

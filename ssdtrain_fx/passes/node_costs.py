@@ -36,7 +36,7 @@ from torch import fx
 from torch.utils import flop_counter as _flop_counter
 
 from ssdtrain_fx import _torch_private
-from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.hardware import Hardware, convolution_key
 from ssdtrain_fx.passes.alias_sets import AliasSets
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, backward_starts
 from ssdtrain_fx.passes.op_targets import OPS
@@ -86,6 +86,7 @@ class _Fact:
     shape: Shape
     """What it iterates over: the shape of its result, or for a reduction of its argument."""
     flops: int
+    convolves: bool
     dtype: torch.dtype | None
     expensive_elements: int
     """Elements that take a transcendental function or a random number."""
@@ -98,7 +99,7 @@ class _Fact:
         op = _op(node.target) if node.op == "call_function" else _FREE_OP
         if op.kind is _Kind.FREE or not (made or op.written_arguments):
             held = tuple((idx, 0) for source in node.all_input_nodes for idx in alias_sets.by_node[source])
-            return cls(node, _Kind.FREE, made, (), held, (), 0, None, 0, 0)
+            return cls(node, _Kind.FREE, made, (), held, (), 0, False, None, 0, 0)
         inputs = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), torch.Tensor)]
         first = inputs[0].meta["val"] if inputs else None
         results = [leaf for leaf in _torch_private.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
@@ -135,6 +136,7 @@ class _Fact:
             read=tuple(read),
             shape=shape,
             flops=op.count_flops(node),
+            convolves="conv" in op.name,
             dtype=None if result is None else result.dtype,
             expensive_elements=expensive_elements + attention_elements,
             traffic_bytes=traffic_bytes,
@@ -267,7 +269,7 @@ def _price(
         bill = bills.setdefault(group, _Bill())
         bill.last = position
         bill.moved_bytes += fact.traffic_bytes
-        bill.arithmetic_s += fact.flops / _rate(hardware.flops_per_s, fact.dtype)
+        bill.arithmetic_s += fact.flops / _flop_rate(hardware, fact)
         bill.arithmetic_s += fact.expensive_elements / _rate(hardware.elements_per_s, fact.dtype)
         for idx, size_bytes in fact.read:
             if idx in maker and maker[idx] == group:
@@ -292,6 +294,14 @@ def _price(
         moved_bytes = bill.moved_bytes + sum(bill.read.values())
         seconds[bill.last] = max(bill.arithmetic_s, moved_bytes / hardware.memory_bytes_per_s) + hardware.kernel_s
     return tuple(seconds)
+
+
+def _flop_rate(hardware: Hardware, fact: _Fact) -> float:
+    if fact.convolves:
+        rate = hardware.flops_per_s.get(convolution_key(str(fact.dtype).removeprefix("torch.")))
+        if rate is not None:
+            return rate
+    return _rate(hardware.flops_per_s, fact.dtype)
 
 
 def _rate(rates: Mapping[str, float], dtype: torch.dtype | None) -> float:

@@ -17,11 +17,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ssdtrain_fx.clocks import Clock, clock_of
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Channel, Hardware, convolution_key
 from ssdtrain_fx.profile_store import profile_key, profile_path, read_profile, store_profile
@@ -113,36 +115,6 @@ def _device_name(device: str, cuda: Any = torch.cuda) -> str:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-class Clock(Protocol):
-    """Tells how long the device works on a call."""
-
-    def seconds(self, call: Callable[[], object]) -> float: ...
-
-
-class CpuClock:
-    """A call is over when it returns."""
-
-    def seconds(self, call: Callable[[], object]) -> float:
-        start_s = time.perf_counter()
-        call()
-        return time.perf_counter() - start_s
-
-
-class CudaClock:
-    """Between two events on the current stream, so that neither launch nor what ran before counts."""
-
-    def __init__(self, cuda: Any = torch.cuda) -> None:
-        self._cuda = cuda
-
-    def seconds(self, call: Callable[[], object]) -> float:
-        before, after = (self._cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        call()
-        after.record()
-        after.synchronize()
-        return before.elapsed_time(after) / 1e3
-
-
 class _Effort:
     """How much is done: seconds in total when ``quick``, below a minute otherwise."""
 
@@ -183,8 +155,10 @@ def measure_hardware(
     directory = check_directory(ssd_dir)
     effort = _Effort(quick=quick, on_gpu=on_gpu)
     _require_room(directory, effort.file_bytes)
-    clock = CudaClock(cuda) if on_gpu else CpuClock()
-    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    clock = clock_of(target, cuda)
+    dtypes = [torch.float32, torch.bfloat16]
+    if on_gpu:
+        dtypes.append(torch.float16)  # few processors can do more with it than convert it
     total = 2 * len(dtypes) + 7
 
     steps = iter(range(total))
@@ -293,11 +267,12 @@ def _product_rate(device: torch.device, clock: Clock, effort: _Effort, dtype: to
 
 
 def _convolution_rate(device: torch.device, clock: Clock, effort: _Effort, dtype: torch.dtype) -> float:
-    """3x3 over a batch of images that grows until it takes long enough."""
-    channels, side, batch = 64, 32, 2
-    weight = torch.ones(channels, channels, 3, 3, device=device, dtype=dtype)
+    """3x3 over a batch of images that grows until it takes long enough; channels last, which Inductor changes to."""
+    channels, side, batch = 128, 32, 1
+    last = torch.channels_last
+    weight = torch.ones(channels, channels, 3, 3, device=device, dtype=dtype).to(memory_format=last)
     while True:
-        x = torch.ones(batch, channels, side, side, device=device, dtype=dtype)
+        x = torch.ones(batch, channels, side, side, device=device, dtype=dtype).to(memory_format=last)
 
         def convolve(x: Tensor = x) -> Tensor:
             return torch.conv2d(x, weight, padding=1)
@@ -314,18 +289,20 @@ def _element_rate(
     """On a GPU without the time of reading and writing, which is most of it there.
 
     On the CPU one thread is measured, with as many elements as torch gives to one: nothing scales better with threads.
+    And none of the functions may be one that torch leaves to MKL: Inductor uses torch's vector classes, as these do.
     """
     on_gpu = device.type == "cuda"
     count, threads = (1 << 25, 1) if on_gpu else (1 << 15, torch.get_num_threads())
     x = torch.rand(count, device=device, dtype=torch.float32).to(dtype)
     out = torch.empty_like(x)
     rates: list[float] = []
-    for function in (torch.exp, torch.tanh, torch.erf):
-
-        def apply(function: Callable[..., Tensor] = function) -> Tensor:
-            return function(x, out=out)
-
-        seconds = _shortest_s(clock, apply, effort)
+    functions: tuple[Callable[[], Tensor], ...] = (
+        lambda: torch.sigmoid(x, out=out),
+        lambda: F.gelu(x, approximate="tanh"),
+        lambda: F.gelu(x),
+    )
+    for function in functions:
+        seconds = _shortest_s(clock, function, effort)
         moving_s = 2 * x.nbytes / memory_bytes_per_s if on_gpu else 0.0
         rates.append(threads * count / max(seconds - moving_s, seconds / 8))
     return statistics.geometric_mean(rates)

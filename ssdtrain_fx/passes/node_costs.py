@@ -71,6 +71,15 @@ def estimate_node_seconds(
     return _price(facts, groups, alias_sets, hardware, fused=fused)
 
 
+def takes_time(node: fx.Node, alias_sets: AliasSets) -> bool:
+    """False for inputs, views, ``getitem``, symbols, the marker and our own ops."""
+    op = _op(node.target) if node.op == "call_function" else _FREE_OP
+    if op.kind is _Kind.FREE:
+        return False
+    makes_a_storage = any(alias_sets.storages[idx].allocator is node for idx in alias_sets.by_node[node])
+    return makes_a_storage or bool(op.written_arguments)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Fact:
     """What the cost of a node depends on, apart from its neighbours."""
@@ -97,7 +106,7 @@ class _Fact:
     def of(cls, node: fx.Node, alias_sets: AliasSets) -> _Fact:
         made = tuple(idx for idx in alias_sets.by_node[node] if alias_sets.storages[idx].allocator is node)
         op = _op(node.target) if node.op == "call_function" else _FREE_OP
-        if op.kind is _Kind.FREE or not (made or op.written_arguments):
+        if not takes_time(node, alias_sets):
             held = tuple((idx, 0) for source in node.all_input_nodes for idx in alias_sets.by_node[source])
             return cls(node, _Kind.FREE, made, (), held, (), 0, False, None, 0, 0)
         inputs = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), torch.Tensor)]

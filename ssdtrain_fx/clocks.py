@@ -1,0 +1,43 @@
+"""How long a device works on a call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Tells how long the device works on a call."""
+
+    def seconds(self, call: Callable[[], object]) -> float: ...
+
+
+class CpuClock:
+    """A call is over when it returns."""
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        start_s = time.perf_counter()
+        call()
+        return time.perf_counter() - start_s
+
+
+class CudaClock:
+    """Between two events on the current stream, so that what ran before does not count."""
+
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        before, after = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        call()
+        after.record()
+        after.synchronize()
+        return before.elapsed_time(after) / 1e3
+
+
+def clock_of(device: torch.device, cuda: Any = torch.cuda) -> Clock:
+    return CudaClock(cuda) if device.type == "cuda" else CpuClock()

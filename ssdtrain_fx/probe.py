@@ -11,12 +11,14 @@ drive has good and bad moments of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,6 +96,30 @@ def load_hardware(device: str, ssd_dir: str | None, *, measure: bool = True) -> 
                 )
         _known[identity] = hardware
     return hardware
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """A profile, what it is of, and where it is kept."""
+
+    hardware: Hardware
+    directory: str
+    path: Path
+
+
+def probe_and_store(device: str, ssd_dir: str | None, *, quick: bool = False, on_step: OnStep = _ignore) -> ProbeResult:
+    """Measure, and replace what is stored. A process that has loaded a profile already goes on with that one.
+
+    Raises:
+        ConfigError: nothing can be written in ``ssd_dir``, or it has too little room.
+        OSError: the profile cannot be stored.
+    """
+    directory = check_directory(ssd_dir)
+    key = profile_key(_device_name(device), directory)
+    path = profile_path(key)
+    path.parent.mkdir(parents=True, exist_ok=True)  # rather fail now than in half a minute
+    hardware = measure_hardware(device, directory, quick=quick, on_step=on_step)
+    return ProbeResult(store_profile(key, hardware, replace=True), directory, path)
 
 
 def _device_name(device: str, cuda: Any = torch.cuda) -> str:

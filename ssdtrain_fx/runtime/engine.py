@@ -17,6 +17,7 @@ Guarantees:
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 import types
@@ -28,6 +29,8 @@ import torch
 from torch import Tensor
 
 from ssdtrain_fx.errors import ConfigError, InternalError
+from ssdtrain_fx.runtime.aio import Aio, AioUnavailableError, KernelAio
+from ssdtrain_fx.runtime.aio_lane import AioLane
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.directory import check_directory
@@ -39,11 +42,17 @@ from ssdtrain_fx.runtime.movers import CpuMover
 from ssdtrain_fx.runtime.spill_file import ChunkFile, SpillFile
 from ssdtrain_fx.runtime.staging import CHUNK_BYTES, StagingPool
 from ssdtrain_fx.runtime.statistics import Statistics
+from ssdtrain_fx.runtime.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.tokens import Owner, handle_of, make_token
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_S = 0.05
+"""How long to wait for one lane before the next one gets a turn."""
 
 
 class Engine:
-    """One spill file and its I/O threads, from construction to :meth:`close`."""
+    """One spill file and what moves data to it and back, from construction to :meth:`close`."""
 
     def __init__(
         self,
@@ -51,13 +60,19 @@ class Engine:
         *,
         handles: Iterator[int] | None = None,
         open_file: Callable[[str], ChunkFile] = SpillFile,
+        open_aio: Callable[[], Aio] = KernelAio,
         cuda: Any = torch.cuda,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """``handles`` yields numbers that no other engine of this process uses; ``cuda`` stands for ``torch.cuda``."""
+        """``handles`` yields numbers that no other engine of this process uses; ``cuda`` stands for ``torch.cuda``.
+
+        ``open_aio`` is called when the first CPU tensor comes, if the file does direct I/O. Where it raises
+        AioUnavailableError, threads do the work.
+        """
         self.config = config
         self._handles = itertools.count(1) if handles is None else handles
         self._cuda = cuda
+        self._open_aio = open_aio
         self._chunk_bytes = chunk_bytes
         self._kvikio = import_kvikio(config.io, cuda)
         if self._kvikio is not None and config.checksum:
@@ -106,9 +121,8 @@ class Engine:
             ledger.drain()
             ledger.enter(handle, entry, lane.chunk_bytes)
             lane.enlist_copies(entry)
-        if lane.mover.enqueues:
-            lane.begin_copies()
-        ledger.trash.clear()
+        lane.begin_copies()
+        ledger.tidy()
         return make_token(owner)
 
     def release(self, token: Tensor, x: Tensor) -> Tensor:
@@ -122,17 +136,24 @@ class Engine:
                 "them, so the memory of the other one may already hold something else."
             )
         lane = self._lane(entry.device.type)
-        if entry.uncopied:
-            self._wait_until_copied(entry)
-        for chunk in entry.chunks:
-            copied = chunk.copied
-            if copied is not None:
-                lane.mover.wait_stream(copied, entry.device)
         with ledger.lock:
             ledger.check_usable(entry.name)
             ledger.drain()
-            ledger.drop_source(entry)
-        ledger.trash.clear()
+            lane.make_progress()
+            if entry.uncopied:
+                start_s = time.perf_counter()
+                while entry.uncopied:
+                    self._wait_for_progress(lane, entry)
+                ledger.counters.release_stall_s += time.perf_counter() - start_s
+            copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]
+            if not copied:
+                ledger.drop_source(entry)
+        if copied:
+            for mark in copied:
+                lane.mover.wait_stream(mark, entry.device)
+            with ledger.lock:
+                ledger.drop_source(entry)
+        ledger.tidy()
         owner = entry.owner()
         assert owner is not None  # `token` holds it
         return make_token(owner)
@@ -158,13 +179,15 @@ class Engine:
                 f"reload({entry.name!r}) asks for {dtype}{list(size)} on {device}; "
                 f"offload got {entry.dtype}{list(entry.size)} on {entry.device}."
             )
-        y = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        lane = self._lane(entry.device.type)
+        temporary = None
+        if same_layout(entry.size, stride, entry.stored_stride):
+            y = lane.allocate(size, stride, dtype, device, entry.byte_count)
+        else:
+            y = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            temporary = lane.allocate(entry.size, entry.stored_stride, dtype, device, entry.byte_count)
         if y.device != entry.device:
             raise InternalError(f"reload({entry.name!r}) asks for {y.device}; offload got {entry.device}.")
-        temporary = None
-        if not same_layout(entry.size, stride, entry.stored_stride):
-            temporary = torch.empty_strided(entry.size, entry.stored_stride, dtype=dtype, device=device)
-        lane = self._lane(entry.device.type)
         fill = Fill(entry, y, temporary, lane.mover.mark(y.device))
         with ledger.lock:
             ledger.check_usable(entry.name)
@@ -173,7 +196,7 @@ class Engine:
             if entry.byte_count:
                 entry.fills[y.data_ptr()] = fill
                 lane.enlist_reads(fill)
-        ledger.trash.clear()
+        ledger.tidy()
         return y
 
     def wait(self, y: Tensor, token: Tensor) -> None:
@@ -192,8 +215,14 @@ class Engine:
                 "passed a copy, which nothing will fill."
             )
         lane = self._lane(entry.device.type)
-        if fill.unissued:
-            self._wait_until_issued(fill)
+        with ledger.lock:
+            lane.make_progress()
+            if fill.unissued:
+                start_s = time.perf_counter()
+                while fill.unissued:
+                    self._wait_for_progress(lane, entry)
+                ledger.counters.wait_stall_s += time.perf_counter() - start_s
+        ledger.tidy()
         if fill.error is not None:
             raise lost(entry, self._file.path, fill.error) from fill.error
         for mark in fill.marks:
@@ -210,6 +239,8 @@ class Engine:
         ledger = self._ledger
         with ledger.lock:
             ledger.drain()
+            for lane in tuple(self._lanes.values()):
+                lane.make_progress()
             counters = ledger.counters
             statistics = Statistics(
                 offloads=counters.offloads,
@@ -230,7 +261,7 @@ class Engine:
                 staging_bytes=sum(lane.pool.size_bytes for lane in self._lanes.values()),
                 io_path=self._io_path(),
             )
-        ledger.trash.clear()
+        ledger.tidy()
         return statistics
 
     def wait_until_idle(self) -> None:
@@ -240,11 +271,17 @@ class Engine:
             ledger.drain()
             while ledger.counters.in_flight_bytes:
                 ledger.check_usable("what is in flight")
-                ledger.progress.wait()
-        ledger.trash.clear()
+                for lane in tuple(self._lanes.values()):
+                    lane.make_progress()
+                    if ledger.counters.in_flight_bytes:
+                        lane.wait_for_progress(IDLE_POLL_S)
+        ledger.tidy()
 
     def close(self) -> None:
-        """End the I/O threads and give memory and disk space back. Tokens that are still alive cannot be reloaded."""
+        """Let what is under way end and give memory and disk space back.
+
+        Tokens that are still alive cannot be reloaded.
+        """
         ledger = self._ledger
         with ledger.lock:
             if ledger.closed:
@@ -259,12 +296,11 @@ class Engine:
             ledger.trash.extend(ledger.entries.values())
             ledger.entries.clear()
             ledger.dead_handles.clear()
-        ledger.trash.clear()
+        ledger.tidy()
         self._file.close()
 
     def _io_path(self) -> str:
-        lane = self._lanes.get("cuda")
-        return f"{self._file.io_path}, kvikio for CUDA tensors" if isinstance(lane, KvikioLane) else self._file.io_path
+        return self._file.io_path + "".join(lane.io_path_suffix for lane in self._lanes.values())
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -293,22 +329,16 @@ class Engine:
         mover = CpuMover() if device_type == "cpu" else CudaMover(self._cuda)
         budget_bytes = self.config.host_budget_bytes
         pool = StagingPool(mover.default_budget_bytes if budget_bytes is None else budget_bytes, self._chunk_bytes)
-        return Lane(self._ledger, mover, pool, thread_count=mover.thread_count, checksum=self.config.checksum)
+        checksum = self.config.checksum
+        if device_type == "cpu" and self._file.direct:
+            try:
+                return AioLane(self._ledger, self._open_aio(), pool, checksum=checksum)
+            except AioUnavailableError as reason:
+                log.info("native AIO is not available (%s): threads move CPU tensors instead.", reason)
+        return ThreadLane(self._ledger, mover, pool, thread_count=mover.thread_count, checksum=checksum)
 
-    def _wait_until_copied(self, entry: Entry) -> None:
-        ledger = self._ledger
-        start_s = time.perf_counter()
-        with ledger.lock:
-            while entry.uncopied:
-                ledger.check_usable(entry.name)
-                ledger.progress.wait()
-            ledger.counters.release_stall_s += time.perf_counter() - start_s
-
-    def _wait_until_issued(self, fill: Fill) -> None:
-        ledger = self._ledger
-        start_s = time.perf_counter()
-        with ledger.lock:
-            while fill.unissued:
-                ledger.check_usable(fill.entry.name)
-                ledger.progress.wait()
-            ledger.counters.wait_stall_s += time.perf_counter() - start_s
+    def _wait_for_progress(self, lane: Lane, entry: Entry) -> None:
+        """Needs the lock."""
+        self._ledger.check_usable(entry.name)
+        if not lane.wait_for_progress():
+            raise InternalError(f"{entry.name!r}: nothing is under way that could be waited for")

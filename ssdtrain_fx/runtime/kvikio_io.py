@@ -23,12 +23,12 @@ from torch import Tensor
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.runtime.config import IOPath
 from ssdtrain_fx.runtime.cuda import CudaMover
-from ssdtrain_fx.runtime.lane import Lane, Task
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Fill, Ledger
 from ssdtrain_fx.runtime.movers import Region
 from ssdtrain_fx.runtime.slots import round_up
 from ssdtrain_fx.runtime.spill_file import ChunkFile
 from ssdtrain_fx.runtime.staging import StagingPool
+from ssdtrain_fx.runtime.thread_lane import Task, ThreadLane
 
 CHUNK_BYTES = 64 << 20
 """KvikIO cuts a transfer into pieces for its own threads. A guess, not measured."""
@@ -91,8 +91,10 @@ class KvikioMover(CudaMover):
     enqueues = False
 
 
-class KvikioLane(Lane):
+class KvikioLane(ThreadLane):
     """A lane whose chunks go SOURCE -> COPYING -> ON_DISK, or KEPT, without a staging buffer."""
+
+    io_path_suffix = ", kvikio for CUDA tensors"
 
     def __init__(self, ledger: Ledger, kvikio: Any, mover: CudaMover) -> None:
         super().__init__(ledger, mover, StagingPool(0), thread_count=mover.thread_count, checksum=False)
@@ -129,7 +131,9 @@ class KvikioLane(Lane):
         kept = None
         if error is not None:
             kept = torch.empty(chunk.length, dtype=torch.uint8).copy_(data)
-            self._ledger.report_write_error(error)
+            with self._ledger.lock:
+                self._ledger.note_write_error(error)
+            self._ledger.tidy()
         with self._ledger.lock:
             self._ledger.source_is_safe(chunk)
             self._written(chunk, kept)

@@ -1,332 +1,82 @@
-"""The I/O threads for one kind of device, and what they do with a chunk.
+"""What a lane is: it moves the chunks of one kind of device between tensors and the file.
 
-Why threads and not asynchronous file I/O: two threads with large direct transfers reach what the disk can do, and
-neither ``pwrite`` nor ``memmove`` holds the interpreter lock.
-
-Guarantees:
-
-* Order of importance: reads, because a ``wait`` will need them; copies out of tensors, because a ``release`` will;
-  writes. Each queue is first in, first out.
-* No thread waits for a staging buffer while it holds one, and copies leave one buffer to reads. So a staged write can
-  always go on, each write frees a buffer, and nothing stops for ever.
-* A failed write loses nothing: the buffer goes back to the pool only after its bytes are in ordinary memory.
-* The threads are daemons, started with the first chunk and joined by :meth:`Lane.close`.
+There are two kinds, which differ in who does the work: :mod:`ssdtrain_fx.runtime.thread_lane` has threads of its own,
+:mod:`ssdtrain_fx.runtime.aio_lane` works within the ops and leaves the transfers to the kernel.
 """
 
 from __future__ import annotations
 
-import collections
-import functools
-import threading
+import abc
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
-from ssdtrain_fx.runtime.movers import Mark, Mover, Region, keep_bytes
-from ssdtrain_fx.runtime.slots import round_up
+from ssdtrain_fx.runtime.movers import Mover
 from ssdtrain_fx.runtime.staging import StagingBuffer, StagingPool
 
-BUFFERS_FOR_READS = 1
-
-Task = Callable[[], None]
+BLOCK_S = 0.5
+"""Who waits looks up this often whether the engine was closed."""
 
 
 class ChecksumError(Exception):
     """The file holds other bytes than were written."""
 
 
-class Lane:
-    """Moves chunks between tensors of one kind of device and the file. Methods that say so need the ledger's lock."""
+class Lane(abc.ABC):
+    """The engine's view of a lane, and the bookkeeping at the ends of transfers. Methods that say so need the ledger's
+    lock."""
 
-    def __init__(self, ledger: Ledger, mover: Mover, pool: StagingPool, *, thread_count: int, checksum: bool) -> None:
+    io_path_suffix = ""
+
+    def __init__(self, ledger: Ledger, mover: Mover, pool: StagingPool, *, checksum: bool) -> None:
         self.mover = mover
         self.pool = pool
         self.chunk_bytes = pool.chunk_bytes
         self._ledger = ledger
         self._checksum = checksum
-        self._work = threading.Condition(ledger.lock)
-        self._reads: collections.deque[tuple[Fill, Chunk]] = collections.deque()
-        self._copies: collections.deque[Chunk] = collections.deque()
-        self._writes: collections.deque[Chunk] = collections.deque()
-        self._landing: collections.deque[tuple[Mark, Fill, Chunk, StagingBuffer]] = collections.deque()
-        """Copies into tensors that the device has been told to do."""
-        self._awaited: set[str] = set()
-        """Queues whose first mark a thread is blocked on."""
-        self._thread_count = thread_count
-        self._threads: list[threading.Thread] = []
-        self._threads_inside = 0
-        self._closing = False
 
     # -- called by the engine ------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def enlist_copies(self, entry: Entry) -> None:
         """Have the chunks of ``entry`` written. Needs the lock."""
-        self._copies.extend(entry.chunks)
-        self._start_threads()
-        if not self.mover.enqueues:  # else the caller starts them itself
-            self._work.notify(len(entry.chunks))
 
+    @abc.abstractmethod
     def enlist_reads(self, fill: Fill) -> None:
         """Have the chunks of ``fill`` brought back. Needs the lock."""
-        entry = fill.entry
-        entry.busy += len(entry.chunks)
-        self._ledger.counters.in_flight_bytes += entry.byte_count
-        for chunk in entry.chunks:
-            if chunk.state in (ChunkState.SOURCE, ChunkState.COPYING):
-                chunk.waiting_fills.append(fill)
-            else:
-                self._reads.append((fill, chunk))
-        self._start_threads()
-        self._work.notify(len(entry.chunks))
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Finish what was begun and drop the rest. The ledger is closed already."""
 
     def begin_copies(self) -> None:
-        """Begin copies on the caller's thread for as long as there are staging buffers."""
-        ledger = self._ledger
-        while True:
-            with ledger.lock:
-                task = None if self._closing else self._next_copy()
-                if task is None:
-                    return
-                self._threads_inside += 1
-            try:
-                task()
-            except Exception as failure:  # the chunk is neither here nor there now
-                ledger.stop_because_of(failure)
-                return
-            finally:
-                with ledger.lock:
-                    self._threads_inside -= 1
-                    ledger.progress.notify_all()
+        """Begin copies on the caller's thread, where a device does them. After ``enlist_copies``, without the lock."""
+        return
 
-    def close(self) -> None:
-        """Finish what was begun, drop the rest, join the threads. The ledger is closed already."""
-        with self._ledger.lock:
-            self._closing = True
-            self._work.notify_all()
-        for thread in self._threads:
-            thread.join()
-        with self._ledger.lock:
-            while self._threads_inside:
-                self._ledger.progress.wait()
-        for mark, *_ in self._landing:
-            self.mover.wait_host(mark)
-        for chunk in self._writes:
-            self.mover.wait_host(chunk.copied)
-        for queue in (self._reads, self._copies, self._writes, self._landing):
-            queue.clear()
-        self.mover.forget(self.pool.close())
+    def make_progress(self) -> None:
+        """Take note of what is over and begin what can begin. Never blocks for the disk. Needs the lock."""
+        return
 
-    # -- choosing the next task, with the lock held --------------------------------------------------------------------
+    def wait_for_progress(self, timeout_s: float = BLOCK_S) -> bool:
+        """Block until something is over, with the lock given away meanwhile; call it in a loop. False: nothing is under
+        way, and waiting would be in vain."""
+        self._ledger.progress.wait(timeout_s)
+        return True
 
-    def _start_threads(self) -> None:
-        if len(self._threads) < self._thread_count and not self._closing:
-            for number in range(self._thread_count):
-                thread = threading.Thread(target=self._run, name=f"ssdtrain-io-{number}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-
-    def _run(self) -> None:
-        ledger = self._ledger
-        task = None
-        try:
-            while True:
-                with ledger.lock:
-                    task = self._wait_for_task()
-                ledger.trash.clear()
-                if task is None:
-                    return
-                task()
-                task = None  # it holds tensors
-        except Exception as failure:  # whatever it is, nobody may wait for this thread for ever
-            ledger.stop_because_of(failure)
-
-    def _wait_for_task(self) -> Task | None:
-        while not self._closing:
-            self._ledger.drain()
-            task = self._next_landed() or self._next_read() or self._next_copy() or self._next_write()
-            task = task or self._next_sync() or self._next_trim()
-            if task is not None or self._ledger.trash:
-                return task or _nothing
-            self._work.wait()
-        return None
-
-    def _next_landed(self) -> None:
-        while self._landing and self.mover.is_over(self._landing[0][0]):
-            _, fill, chunk, buffer = self._landing.popleft()
-            self._finish_read(fill, chunk, buffer)
-
-    def _next_read(self) -> Task | None:
-        while self._reads:
-            fill, chunk = self._reads[0]
-            if fill.entry.dead:
-                self._reads.popleft()
-                fill.unissued -= 1
-                self._finish_read(fill, chunk, None)
-                continue
-            target = fill.target
-            assert target is not None
-            if chunk.staging is not None:
-                chunk.staging.users += 1
-                task = functools.partial(self._forward, fill, chunk, target, chunk.staging, chunk.copied)
-            elif chunk.kept is not None:
-                task = functools.partial(self._bring_kept, fill, chunk, target, chunk.kept)
-            else:
-                task = self._read_from_file(fill, chunk, target)
-                if task is None:
-                    return None
-            self._reads.popleft()
-            return task
-        return None
-
-    def _next_copy(self) -> Task | None:
-        while self._copies:
-            if self._copies[0].state is ChunkState.CANCELLED:
-                self._copies.popleft()
-                continue
-            if self.pool.available <= BUFFERS_FOR_READS:
-                return None
-            buffer = self.pool.acquire()
-            chunk = self._copies.popleft()
-            source = chunk.entry.source
-            assert buffer is not None
-            assert source is not None
-            chunk.state = ChunkState.COPYING
-            return functools.partial(self._copy_out, chunk, source, buffer)
-        return None
-
-    def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
-        buffer = self.pool.acquire()
-        return None if buffer is None else functools.partial(self._read, fill, chunk, target, buffer)
-
-    def _next_write(self) -> Task | None:
-        while self._writes and self.mover.is_over(self._writes[0].copied):
-            chunk = self._writes.popleft()
-            buffer = chunk.staging
-            assert buffer is not None
-            if chunk.copied is not None:
-                chunk.copied = None
-                self._ledger.source_is_safe(chunk)
-            if not chunk.entry.dead:
-                chunk.state = ChunkState.WRITING
-                return functools.partial(self._write, chunk, buffer)
-            chunk.staging = None
-            self.pool.drop_user(buffer)
-            self._ledger.cancel(chunk)
-        return None
-
-    def _next_sync(self) -> Task | None:
-        """Block on the device where nothing else is to be done; one thread per queue, the others stay available."""
-        if self._landing and "landing" not in self._awaited:
-            self._awaited.add("landing")
-            return functools.partial(self._sync, self._landing[0][0], "landing")
-        if self._writes and "writes" not in self._awaited:
-            self._awaited.add("writes")
-            return functools.partial(self._sync, self._writes[0].copied, "writes")
-        return None
-
-    def _next_trim(self) -> Task | None:
-        if not self._ledger.trim_wanted:
-            return None
-        self._ledger.trim_wanted = False
-        return self._trim
-
-    # -- tasks, without the lock ---------------------------------------------------------------------------------------
-
-    def _copy_out(self, chunk: Chunk, source: Region, buffer: StagingBuffer) -> None:
-        entry = chunk.entry
-        copied = self.mover.copy_out(source, chunk.start, chunk.length, buffer, entry.ready)
-        with self._ledger.lock:
-            chunk.staging, chunk.copied, chunk.state = buffer, copied, ChunkState.STAGED
-            if copied is None:
-                self._ledger.source_is_safe(chunk)
-            self._writes.append(chunk)
-            self._copied(chunk)
-
-    def _write(self, chunk: Chunk, buffer: StagingBuffer) -> None:
-        ledger, slot = self._ledger, chunk.entry.slot
-        assert slot is not None
-        if self._checksum:
-            chunk.checksum = zlib.crc32(buffer.view[: chunk.length])
-        error = self._write_to_file(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
-        kept = None
-        if error is not None:
-            kept = keep_bytes(buffer, chunk.length)
-            ledger.report_write_error(error)
-        with ledger.lock:
-            chunk.staging = None
-            self.pool.drop_user(buffer)
-            self._written(chunk, kept)
-            self._work.notify()
-
-    def _write_to_file(self, data: memoryview, offset_bytes: int) -> OSError | None:
-        file = self._ledger.file
-        error = file.grow(offset_bytes + len(data))
-        if error is not None:
-            return error
-        try:
-            file.write(data, offset_bytes)
-        except OSError as write_error:
-            return write_error
-        return None
-
-    def _read(self, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer) -> None:
-        slot = chunk.entry.slot
-        assert slot is not None
-        try:
-            self._ledger.file.read(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
-            if self._checksum and zlib.crc32(buffer.view[: chunk.length]) != chunk.checksum:
-                raise ChecksumError(f"checksum mismatch in the {chunk.length} bytes from byte {chunk.start} on")
-        except (OSError, ChecksumError) as error:
-            with self._ledger.lock:
-                fill.error = fill.error or error
-                self._issued(fill, chunk, buffer, None)
-            return
-        mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready,))
-        with self._ledger.lock:
-            self._ledger.counters.bytes_read += chunk.length
-            self._issued(fill, chunk, buffer, mark)
-
-    def _forward(self, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer, copied: Mark) -> None:
-        mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready, copied))
-        with self._ledger.lock:
-            self._count_forwarded(fill, chunk)
-            self._issued(fill, chunk, buffer, mark)
-
-    def _bring_kept(self, fill: Fill, chunk: Chunk, target: Region, kept: Tensor) -> None:
-        self.mover.copy_kept(kept, target, chunk.start, chunk.length, (fill.ready,))
-        with self._ledger.lock:
-            self._count_forwarded(fill, chunk)
-            self._issued(fill, chunk, None, None)
-
-    def _sync(self, mark: Mark, queue: str) -> None:
-        self.mover.wait_host(mark)
-        with self._ledger.lock:
-            self._awaited.discard(queue)
-            self._work.notify_all()
-
-    def _trim(self) -> None:
-        """Give the unused tail of the file back. The tail is a slot meanwhile, so that nobody else gets it."""
-        ledger = self._ledger
-        with ledger.lock:
-            tail = ledger.slots.allocate_from_end(ledger.file.size_bytes)
-        if tail is None:
-            return
-        ledger.file.shrink(tail.offset_bytes, tail.end_bytes)
-        with ledger.lock:
-            ledger.slots.free(tail)
+    def allocate(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, byte_count: int
+    ) -> Tensor:
+        """A tensor that reads can go into. It spans ``byte_count`` bytes."""
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     # -- ends of transfers, with the lock held -------------------------------------------------------------------------
 
-    def _copied(self, chunk: Chunk) -> None:
-        entry = chunk.entry
-        entry.uncopied -= 1
-        if entry.uncopied == 0 or chunk.waiting_fills:
-            self._ledger.progress.notify_all()
-        self._reads.extend((fill, chunk) for fill in chunk.waiting_fills)
-        self._work.notify(1 + len(chunk.waiting_fills))
-        chunk.waiting_fills.clear()
+    def _begin_fill(self, fill: Fill) -> None:
+        fill.entry.busy += len(fill.entry.chunks)
+        self._ledger.counters.in_flight_bytes += fill.entry.byte_count
 
     def _written(self, chunk: Chunk, kept: Tensor | None) -> None:
         """The chunk is in the file, or in ``kept`` because it could not be written."""
@@ -346,17 +96,6 @@ class Lane:
         self._ledger.counters.forwarded_bytes += chunk.length
         fill.forwarded = True
 
-    def _issued(self, fill: Fill, chunk: Chunk, buffer: StagingBuffer | None, mark: Mark) -> None:
-        if mark is None or buffer is None:
-            self._finish_read(fill, chunk, buffer)
-        else:
-            fill.marks.append(mark)
-            self._landing.append((mark, fill, chunk, buffer))
-        fill.unissued -= 1  # last, because `wait` looks at it without the lock
-        if fill.unissued == 0:
-            self._ledger.progress.notify_all()
-        self._work.notify()
-
     def _finish_read(self, fill: Fill, chunk: Chunk, buffer: StagingBuffer | None) -> None:
         if buffer is not None:
             self.pool.drop_user(buffer)
@@ -367,5 +106,8 @@ class Lane:
         self._ledger.settle(fill.entry, chunk.length)
 
 
-def _nothing() -> None:
-    """A turn that only empties the trash."""
+def crc_error(chunk: Chunk, data: memoryview) -> ChecksumError | None:
+    """Whether ``data`` is what was written for ``chunk``."""
+    if zlib.crc32(data) == chunk.checksum:
+        return None
+    return ChecksumError(f"checksum mismatch in the {chunk.length} bytes from byte {chunk.start} on")

@@ -182,6 +182,7 @@ class Ledger:
         self.trim_wanted = False
         self._peak_end_bytes = 0
         self._warned_of_write_error = False
+        self._unreported: OSError | None = None
 
     def check_usable(self, name: str) -> None:
         """Raises where waiting any longer would be in vain."""
@@ -189,7 +190,7 @@ class Ledger:
             raise ConfigError(str(self.failure)) from self.failure
         if self.failure is not None:
             raise InternalError(
-                f"{name!r}: an I/O thread of the engine on {self.file.path} stopped: {self.failure!r}"
+                f"{name!r}: the I/O of the engine on {self.file.path} stopped: {self.failure!r}"
             ) from self.failure
         if self.closed:
             raise ActivationLostError(
@@ -199,7 +200,7 @@ class Ledger:
 
     def stop_because_of(self, failure: BaseException) -> None:
         """An I/O thread met an error that is no I/O error: nobody may wait for it for ever. Takes the lock."""
-        log.error("an I/O thread of the engine on %s stopped", self.file.path, exc_info=failure)
+        log.error("the I/O of the engine on %s stopped", self.file.path, exc_info=failure)
         with self.lock:
             self.failure = failure
             self.progress.notify_all()
@@ -277,12 +278,39 @@ class Ledger:
                 peak, self._peak_end_bytes = self._peak_end_bytes, 0
                 self.trim_wanted = self.file.size_bytes > max(TRIM_ABOVE_BYTES, 2 * peak)
 
-    def report_write_error(self, error: OSError) -> None:
-        """Warn once per engine. Takes the lock."""
-        with self.lock:
-            if self._warned_of_write_error:
-                return
+    def tidy(self) -> None:
+        """What must not happen with the lock held: destroy what is in ``trash``, cut the file, warn. Takes the lock."""
+        self.trash.clear()
+        if self.trim_wanted:
+            self._trim()
+        if self._unreported is not None:
+            self._warn_of_write_error()
+
+    def note_write_error(self, error: OSError) -> None:
+        """The next :meth:`tidy` warns, once per engine."""
+        if not self._warned_of_write_error:
             self._warned_of_write_error = True
+            self._unreported = error
+
+    def _trim(self) -> None:
+        """Give the unused tail of the file back. Takes the lock.
+
+        The tail is a slot meanwhile, so that nobody else gets it.
+        """
+        with self.lock:
+            wanted, self.trim_wanted = self.trim_wanted, False
+            tail = self.slots.allocate_from_end(self.file.size_bytes) if wanted else None
+        if tail is None:
+            return
+        self.file.shrink(tail.offset_bytes, tail.end_bytes)
+        with self.lock:
+            self.slots.free(tail)
+
+    def _warn_of_write_error(self) -> None:
+        with self.lock:
+            error, self._unreported = self._unreported, None
+        if error is None:
+            return
         log.warning(
             "cannot write to %s (errno %s: %s): tensors that cannot be written stay in memory. Training goes on with "
             "the right data and needs more memory than planned. Free disk space or set ssd_dir to another directory.",

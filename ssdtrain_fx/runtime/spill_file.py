@@ -39,6 +39,8 @@ class ChunkFile(Protocol):
 
     path: str
     io_path: str
+    direct: bool
+    """Transfers do not go through the page cache."""
 
     @property
     def size_bytes(self) -> int: ...
@@ -65,6 +67,7 @@ class SpillFile:
         if descriptor is not None and not _accepts_direct_io(descriptor):
             os.close(descriptor)
             descriptor = None
+        self.direct = descriptor is not None
         if descriptor is not None:
             self.io_path = "posix O_DIRECT"
         else:
@@ -127,24 +130,13 @@ class SpillFile:
         done = 0
         while done < len(data):
             count = os.pwrite(self._descriptor, data[done:], offset_bytes + done)
-            done = self._progress(done, count, len(data), "write", offset_bytes)
+            done = bytes_done(done, count, len(data), "write", offset_bytes, self.path)
 
     def read(self, data: memoryview, offset_bytes: int) -> None:
         done = 0
         while done < len(data):
             count = os.preadv(self._descriptor, [data[done:]], offset_bytes + done)
-            done = self._progress(done, count, len(data), "read", offset_bytes)
-
-    def _progress(self, done: int, count: int, total: int, verb: str, offset_bytes: int) -> int:
-        """Bytes that need no further attempt. After a short transfer the next one starts on an aligned offset again."""
-        after = done + count
-        if after < total:
-            after -= after % ALIGNMENT_BYTES
-        if after <= done:
-            raise OSError(
-                errno.EIO, f"short {verb}: {done + count} of {total} bytes at offset {offset_bytes} of", self.path
-            )
-        return after
+            done = bytes_done(done, count, len(data), "read", offset_bytes, self.path)
 
     def close(self) -> None:
         """Give the disk space back. Further use raises OSError."""
@@ -152,6 +144,19 @@ class SpillFile:
         if descriptor >= 0:
             os.close(descriptor)
         self._size_bytes = 0
+
+
+def bytes_done(done: int, count: int, total: int, verb: str, offset_bytes: int, path: str) -> int:
+    """How many of ``total`` bytes need no further attempt, when the one after the first ``done`` moved ``count``.
+
+    After a short transfer the next one starts on an aligned offset again. Raises OSError where there is no progress.
+    """
+    after = done + count
+    if after < total:
+        after -= after % ALIGNMENT_BYTES
+    if after <= done:
+        raise OSError(errno.EIO, f"short {verb}: {done + count} of {total} bytes at offset {offset_bytes} of", path)
+    return after
 
 
 def _open_unnamed(directory: str, extra_flags: int) -> int | None:

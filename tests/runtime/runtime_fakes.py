@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import errno
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ssdtrain_fx.runtime.aio import WRITE, Aio, AioUnavailableError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 
@@ -21,6 +23,7 @@ class MemoryFile:
     def __init__(self, directory: str = "/nowhere") -> None:
         self.path = f"{directory}/(fake file)"
         self.io_path = "fake"
+        self.direct = False
         self.data = bytearray()
         self.capacity_bytes: int | None = None
         self.write_error: Callable[[int], OSError | None] = lambda index: None
@@ -34,6 +37,7 @@ class MemoryFile:
         self.write_count = 0
         self.read_count = 0
         self.closed = False
+        self.aio: FakeAio
         self._lock = threading.Lock()
 
     @property
@@ -81,11 +85,77 @@ class MemoryFile:
         self.closed = True
 
 
+class FakeAio:
+    """The kernel's part, played by one thread per request, which the gates of the file hold.
+
+    ``depth`` requests fit into the queue, none while ``refusals`` last; ``shorten`` says how much of which transfer is
+    done, by index."""
+
+    def __init__(self, file: MemoryFile) -> None:
+        self.depth = 128
+        self.refusals = 0
+        self.shorten: Callable[[int, int], int] = lambda index, length: length
+        self.blocked = threading.Event()
+        self.closed = False
+        self.in_flight = 0
+        self.submitted: list[tuple[int, int, int]] = []
+        self._file = file
+        self._over = threading.Condition()
+        self._ended: list[tuple[int, int]] = []
+        self._answers: list[tuple[int, int]] = []
+
+    def submit(self, opcode: int, descriptor: int, address: int, length: int, offset: int, cookie: int) -> bool:
+        assert not self.closed
+        assert address % 4096 == length % 4096 == offset % 4096 == 0
+        if self.refusals or self.in_flight >= self.depth:
+            self.refusals -= self.refusals > 0
+            return False
+        length = self.shorten(len(self.submitted), length)
+        self.submitted.append((opcode, offset, length))
+        with self._over:
+            self.in_flight += 1
+        threading.Thread(target=self._work, args=(opcode, address, length, offset, cookie), daemon=True).start()
+        return True
+
+    def _work(self, opcode: int, address: int, length: int, offset: int, cookie: int) -> None:
+        memory = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+        try:
+            (self._file.write if opcode == WRITE else self._file.read)(memory, offset)
+        except OSError as error:
+            length = -(error.errno or errno.EIO)
+        with self._over:
+            self.in_flight -= 1
+            self._ended.append((cookie, length))
+            self._over.notify_all()
+
+    def reap(self, min_events: int, timeout_s: float) -> None:
+        with self._over:
+            if len(self._ended) < min_events:
+                self.blocked.set()
+                self._over.wait_for(lambda: len(self._ended) >= min_events, timeout_s)
+                self.blocked.clear()
+            self._answers, self._ended = self._ended, []
+
+    def answers(self) -> list[tuple[int, int]]:
+        return self._answers
+
+    def close(self) -> None:
+        with self._over:
+            self._over.wait_for(lambda: not self.in_flight)
+        self.closed = True
+
+
+def no_aio() -> Aio:
+    """For engines whose CPU tensors shall be moved by threads."""
+    raise AioUnavailableError("a test wants threads")
+
+
 @contextlib.contextmanager
 def engine_on(file: MemoryFile, directory: str, **options: object) -> Iterator[Engine]:
-    """An engine with chunks of 4096 bytes on ``file``."""
+    """An engine with chunks of 4096 bytes on ``file``, driven by a :class:`FakeAio` if ``file.direct``."""
     config = EngineConfig(ssd_dir=directory, **options)  # type: ignore[arg-type]
-    with Engine(config, open_file=lambda _: file, chunk_bytes=4096) as engine:
+    file.aio = FakeAio(file)
+    with Engine(config, open_file=lambda _: file, open_aio=lambda: file.aio, chunk_bytes=4096) as engine:
         try:
             yield engine
         finally:

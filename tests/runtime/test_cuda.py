@@ -15,6 +15,7 @@ from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lane import Lane
 from ssdtrain_fx.runtime.staging import StagingPool
+from ssdtrain_fx.runtime.thread_lane import ThreadLane
 
 
 class StandInEngine(Engine):
@@ -27,7 +28,7 @@ class StandInEngine(Engine):
 
     def _make_lane(self, device_type: str) -> Lane:
         mover = CudaMover(self.fake_cuda)
-        return Lane(self._ledger, mover, self.pool, thread_count=4, checksum=False)
+        return ThreadLane(self._ledger, mover, self.pool, thread_count=4, checksum=False)
 
 
 @pytest.fixture

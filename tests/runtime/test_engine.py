@@ -15,14 +15,21 @@ from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 
 
+@pytest.fixture(params=["aio", "threads"])
+def file(request: pytest.FixtureRequest) -> MemoryFile:
+    file = MemoryFile()
+    file.direct = request.param == "aio"
+    return file
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_release_refuses_a_copy(directory: str) -> None:
+def test_release_refuses_a_copy(file: MemoryFile, directory: str) -> None:
     """Hazard: a layout constraint makes the compiler pass a copy to one of the ops."""
-    with engine_on(MemoryFile(), directory) as engine:
+    with engine_on(file, directory) as engine:
         x = torch.arange(12).view(3, 4)
         token = engine.offload(x, "relu_7")
         with pytest.raises(InternalError, match=r"release\('relu_7'\) .*compiler passed a copy(.|\n)*report"):
@@ -32,8 +39,8 @@ def test_release_refuses_a_copy(directory: str) -> None:
         engine.release(token, x)
 
 
-def test_release_does_not_mind_the_stride_of_a_dimension_of_size_1(directory: str) -> None:
-    with engine_on(MemoryFile(), directory) as engine:
+def test_release_does_not_mind_the_stride_of_a_dimension_of_size_1(file: MemoryFile, directory: str) -> None:
+    with engine_on(file, directory) as engine:
         x = torch.arange(4).view(1, 4)
         engine.release(engine.offload(x, "x"), x.as_strided((1, 4), (77, 1)))
 
@@ -41,8 +48,10 @@ def test_release_does_not_mind_the_stride_of_a_dimension_of_size_1(directory: st
 @pytest.mark.parametrize(
     ("size", "dtype"), [((4, 3), torch.int64), ((12,), torch.int64), ((3, 4), torch.float64)], ids=str
 )
-def test_reload_refuses_another_shape_or_dtype(directory: str, size: tuple[int, ...], dtype: torch.dtype) -> None:
-    with engine_on(MemoryFile(), directory) as engine:
+def test_reload_refuses_another_shape_or_dtype(
+    file: MemoryFile, directory: str, size: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    with engine_on(file, directory) as engine:
         token = offload(engine, torch.arange(12).view(3, 4), "mm_1")
         stride = torch.empty(size).stride()
         with pytest.raises(
@@ -51,8 +60,8 @@ def test_reload_refuses_another_shape_or_dtype(directory: str, size: tuple[int, 
             engine.reload(token, size, stride, dtype, torch.device("cpu"))
 
 
-def test_reload_goes_by_the_offloaded_tensor_where_nothing_is_asked(directory: str) -> None:
-    with engine_on(MemoryFile(), directory) as engine:
+def test_reload_goes_by_the_offloaded_tensor_where_nothing_is_asked(file: MemoryFile, directory: str) -> None:
+    with engine_on(file, directory) as engine:
         x = torch.arange(12, dtype=torch.int16).view(3, 4).t()
         expected = x.clone()
         token = offload(engine, x)
@@ -62,24 +71,23 @@ def test_reload_goes_by_the_offloaded_tensor_where_nothing_is_asked(directory: s
         assert torch.equal(y, expected)
 
 
-def test_wait_refuses_a_tensor_that_no_reload_made(directory: str) -> None:
-    with engine_on(MemoryFile(), directory) as engine:
+def test_wait_refuses_a_tensor_that_no_reload_made(file: MemoryFile, directory: str) -> None:
+    with engine_on(file, directory) as engine:
         token = offload(engine, torch.arange(12), "mm_1")
         with pytest.raises(InternalError, match=r"wait\('mm_1'\) .* no reload returned"):
             engine.wait(torch.empty(12), token)
 
 
-def test_other_layouts_and_devices_are_refused(directory: str) -> None:
-    with engine_on(MemoryFile(), directory) as engine:
+def test_other_layouts_and_devices_are_refused(file: MemoryFile, directory: str) -> None:
+    with engine_on(file, directory) as engine:
         with pytest.raises(InternalError, match="expected a strided tensor"):
             engine.offload(torch.eye(3).to_sparse(), "x")
         with pytest.raises(ConfigError, match="got one on 'meta'"):
             engine.offload(torch.empty(3, device="meta"), "x")
 
 
-def test_a_reload_before_the_write_is_over_is_served_from_staging(directory: str) -> None:
+def test_a_reload_before_the_write_is_over_is_served_from_staging(file: MemoryFile, directory: str) -> None:
     """offload, release (staged, write held on one thread) -> reload -> wait returns with the write still held."""
-    file = MemoryFile()
     with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
         file.writes_may_go_on.clear()
         x = torch.arange(512)
@@ -97,9 +105,8 @@ def test_a_reload_before_the_write_is_over_is_served_from_staging(directory: str
         assert engine.statistics().bytes_read == 4096
 
 
-def test_a_reload_before_release_waits_for_the_copy(directory: str) -> None:
+def test_a_reload_before_release_waits_for_the_copy(file: MemoryFile, directory: str) -> None:
     """Staging is full and writes are held, so chunks are still in the tensor when the reload comes."""
-    file = MemoryFile()
     with engine_on(file, directory, host_budget_bytes=8192) as engine:
         file.writes_may_go_on.clear()
         x = torch.arange(4096)
@@ -112,12 +119,11 @@ def test_a_reload_before_release_waits_for_the_copy(directory: str) -> None:
         engine.release(token, x)
 
 
-def test_release_waits_for_the_last_copy_and_counts_it(directory: str) -> None:
-    """Two staging buffers, one of them for reads: with the write held, the second chunk cannot leave the tensor."""
-    file = MemoryFile()
+def test_release_waits_for_the_last_copy_and_counts_it(file: MemoryFile, directory: str) -> None:
+    """Two staging buffers: with the writes held, the third chunk cannot leave the tensor."""
     with engine_on(file, directory, host_budget_bytes=8192) as engine:
         file.writes_may_go_on.clear()
-        x = torch.arange(1024)
+        x = torch.arange(1536)
         token = engine.offload(x, "x")
         released = threading.Event()
 
@@ -128,23 +134,23 @@ def test_release_waits_for_the_last_copy_and_counts_it(directory: str) -> None:
 
         thread = threading.Thread(target=release)
         thread.start()
-        while not engine._ledger.progress._waiters:
+        while not (engine._ledger.progress._waiters or file.aio.blocked.is_set()):
             assert not released.is_set()
         file.writes_may_go_on.set()
         thread.join(60)
         assert released.is_set()
         assert engine.statistics().release_stall_s > 0
-        assert torch.equal(fetch(engine, token, torch.arange(1024)), torch.arange(1024))
+        assert torch.equal(fetch(engine, token, torch.arange(1536)), torch.arange(1536))
 
 
-def test_queued_writes_are_cancelled_when_the_token_dies(directory: str) -> None:
-    file = MemoryFile()
+def test_queued_writes_are_cancelled_when_the_token_dies(file: MemoryFile, directory: str) -> None:
     with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
+        file.aio.depth = 2
         file.writes_may_go_on.clear()
         first = offload(engine, torch.arange(512))
         second = offload(engine, torch.arange(512))
         file.write_begun.acquire()
-        file.write_begun.acquire()  # both threads are held in a write
+        file.write_begun.acquire()  # two writes are held, and no third one can begin
         third = offload_without_release(engine)
         assert engine.statistics().slots_in_use == 3
         del third
@@ -162,9 +168,8 @@ def offload_without_release(engine: Engine) -> Tensor:
     return engine.offload(torch.arange(512), "x")
 
 
-def test_a_slot_is_not_reused_while_a_dead_tensor_is_still_written(directory: str) -> None:
+def test_a_slot_is_not_reused_while_a_dead_tensor_is_still_written(file: MemoryFile, directory: str) -> None:
     """1. a write is held, 2. its token dies, 3. another tensor comes: it must not get the same bytes of the file."""
-    file = MemoryFile()
     with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
         file.writes_may_go_on.clear()
         token = offload(engine, torch.arange(512))
@@ -179,9 +184,8 @@ def test_a_slot_is_not_reused_while_a_dead_tensor_is_still_written(directory: st
         assert torch.equal(fetch(engine, other, expected), expected)
 
 
-def test_a_reload_without_wait_leaves_nothing_behind(directory: str) -> None:
+def test_a_reload_without_wait_leaves_nothing_behind(file: MemoryFile, directory: str) -> None:
     """An exception between the two ops, with the read still under way: the memory must live as long as the read."""
-    file = MemoryFile()
     with engine_on(file, directory) as engine:
         token = offload(engine, torch.arange(512))
         engine.wait_until_idle()
@@ -199,9 +203,8 @@ def test_a_reload_without_wait_leaves_nothing_behind(directory: str) -> None:
         assert alive() is None
 
 
-def test_the_source_is_held_until_it_was_copied_even_without_release(directory: str) -> None:
+def test_the_source_is_held_until_it_was_copied_even_without_release(file: MemoryFile, directory: str) -> None:
     """An exception after offload frees the tensor in the frame; an I/O thread may still be about to read it."""
-    file = MemoryFile()
     with engine_on(file, directory, host_budget_bytes=8192) as engine:
         file.writes_may_go_on.clear()
         x = torch.arange(5120)
@@ -213,8 +216,7 @@ def test_the_source_is_held_until_it_was_copied_even_without_release(directory: 
         assert torch.equal(fetch(engine, token, expected), expected)
 
 
-def test_an_engine_survives_threads_that_wait_when_it_is_closed(directory: str) -> None:
-    file = MemoryFile()
+def test_an_engine_survives_threads_that_wait_when_it_is_closed(file: MemoryFile, directory: str) -> None:
     errors: list[BaseException] = []
     with engine_on(file, directory) as engine:
         token = offload(engine, torch.arange(1024), "gelu_3")
@@ -246,13 +248,13 @@ def test_an_io_thread_that_fails_unexpectedly_stops_those_who_wait(directory: st
     with engine_on(file, directory) as engine:
         token = offload(engine, torch.arange(512), "gelu_3")
         engine.wait_until_idle()
-        with pytest.raises(InternalError, match=r"'gelu_3': an I/O thread .* stopped: MemoryError"):
+        with pytest.raises(InternalError, match=r"'gelu_3': the I/O of the engine .* stopped: MemoryError"):
             fetch(engine, token, torch.arange(512))
 
 
-def test_statistics_of_one_step(directory: str) -> None:
-    with engine_on(MemoryFile(), directory) as engine:
-        assert engine.statistics().io_path == "fake"
+def test_statistics_of_one_step(file: MemoryFile, directory: str) -> None:
+    with engine_on(file, directory) as engine:
+        assert engine.statistics().io_path in ("fake", "fake, native AIO")
         kept_alive = offload(engine, torch.arange(1000))
         engine.wait_until_idle()
         before = engine.statistics()
@@ -265,13 +267,12 @@ def test_statistics_of_one_step(directory: str) -> None:
         assert step.stall_s == step.release_stall_s + step.wait_stall_s
         both = engine.statistics() + engine.statistics()
         assert both.offloads == 4
-        assert both.io_path == "fake"
+        assert both.io_path == ("fake, native AIO" if file.direct else "fake")
         del kept_alive
 
 
-def test_a_large_file_is_cut_after_use(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_is_cut_after_use(file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssdtrain_fx.runtime.ledger.TRIM_ABOVE_BYTES", 8192)
-    file = MemoryFile()
     with engine_on(file, directory) as engine:
         large = offload(engine, torch.arange(10_000))
         engine.wait_until_idle()

@@ -21,13 +21,19 @@ CHUNK_COUNT = 6  # of the tensors below: 2 + 1 + 3
 ORIGINALS = [torch.arange(1024), torch.arange(100) * 5, torch.arange(1100) * 7]
 
 
+@pytest.fixture(params=["aio", "threads"])
+def file(request: pytest.FixtureRequest) -> MemoryFile:
+    file = MemoryFile()
+    file.direct = request.param == "aio"
+    return file
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)
 @pytest.mark.parametrize("failing", [*range(CHUNK_COUNT), None])
 def test_a_failed_write_loses_nothing(
-    tmp_path: Path, number: int, failing: int | None, caplog: pytest.LogCaptureFixture
+    file: MemoryFile, tmp_path: Path, number: int, failing: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each write in turn fails; None: all of them."""
-    file = MemoryFile()
     file.write_error = lambda index: OSError(number, os.strerror(number)) if failing in (index, None) else None
     with engine_on(file, str(tmp_path)) as engine:
         tokens = [offload(engine, original.clone()) for original in ORIGINALS]
@@ -45,9 +51,8 @@ def test_a_failed_write_loses_nothing(
         assert f"cannot write to /nowhere/(fake file) (errno {number}: {os.strerror(number)})" in warnings[0]
 
 
-def test_a_write_that_fails_while_the_tensor_is_being_reloaded(tmp_path: Path) -> None:
+def test_a_write_that_fails_while_the_tensor_is_being_reloaded(file: MemoryFile, tmp_path: Path) -> None:
     """1. write held, 2. reload, which is served from staging, 3. the write fails, 4. another reload."""
-    file = MemoryFile()
     file.write_error = lambda index: OSError(errno.EIO, "I/O error")
     with engine_on(file, str(tmp_path), host_budget_bytes=1 << 16) as engine:
         file.writes_may_go_on.clear()
@@ -60,8 +65,7 @@ def test_a_write_that_fails_while_the_tensor_is_being_reloaded(tmp_path: Path) -
         assert engine.statistics().kept == 1
 
 
-def test_offloading_goes_on_when_there_is_space_again(tmp_path: Path) -> None:
-    file = MemoryFile()
+def test_offloading_goes_on_when_there_is_space_again(file: MemoryFile, tmp_path: Path) -> None:
     file.capacity_bytes = 8192
     with engine_on(file, str(tmp_path)) as engine:
         tokens = [offload(engine, original.clone()) for original in ORIGINALS]
@@ -109,8 +113,7 @@ def test_a_file_system_that_is_really_full(small_file_system: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", range(3))
-def test_a_failed_read_stops_backward(tmp_path: Path, failing: int) -> None:
-    file = MemoryFile()
+def test_a_failed_read_stops_backward(file: MemoryFile, tmp_path: Path, failing: int) -> None:
     file.read_error = lambda index: OSError(errno.EIO, "Input/output error") if index == failing else None
     with engine_on(file, str(tmp_path)) as engine:
         token = offload(engine, ORIGINALS[2].clone(), "gelu_3")
@@ -130,8 +133,7 @@ def test_a_failed_read_stops_backward(tmp_path: Path, failing: int) -> None:
         assert torch.equal(fetch(engine, token, ORIGINALS[2]), ORIGINALS[2])  # the disk works again
 
 
-def test_damage_on_disk_is_found(tmp_path: Path) -> None:
-    file = MemoryFile()
+def test_damage_on_disk_is_found(file: MemoryFile, tmp_path: Path) -> None:
     with engine_on(file, str(tmp_path), checksum=True) as engine:
         token = offload(engine, ORIGINALS[2].clone(), "gelu_3")
         engine.wait_until_idle()
@@ -141,8 +143,7 @@ def test_damage_on_disk_is_found(tmp_path: Path) -> None:
             fetch(engine, token, ORIGINALS[2])
 
 
-def test_damage_beyond_the_tensor_is_nobodys_business(tmp_path: Path) -> None:
-    file = MemoryFile()
+def test_damage_beyond_the_tensor_is_nobodys_business(file: MemoryFile, tmp_path: Path) -> None:
     with engine_on(file, str(tmp_path), checksum=True) as engine:
         token = offload(engine, ORIGINALS[1].clone())
         engine.wait_until_idle()
@@ -160,9 +161,8 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("held", ["reads", "writes"])
-def test_no_order_of_events_stops_two_buffers(tmp_path: Path, held: str) -> None:
+def test_no_order_of_events_stops_two_buffers(file: MemoryFile, tmp_path: Path, held: str) -> None:
     """The smallest staging there is, more chunks than buffers in both directions, one direction held at first."""
-    file = MemoryFile()
     with engine_on(file, str(tmp_path), host_budget_bytes=0) as engine:
         old = offload(engine, ORIGINALS[2].clone())
         engine.wait_until_idle()

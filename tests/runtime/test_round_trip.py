@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_fakes import fetch, offload
+from runtime_fakes import fetch, no_aio, offload
 from torch import Tensor
 
+from ssdtrain_fx.runtime.aio import KernelAio
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 
@@ -32,11 +33,14 @@ DTYPES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+LANES = {"aio": KernelAio, "threads": no_aio}
+
+
+@pytest.fixture(scope="module", params=LANES)
+def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Engine]:
     """A real file; chunks are small, so that most tensors have several."""
     config = EngineConfig(ssd_dir=str(tmp_path_factory.mktemp("spill")), checksum=True)
-    with Engine(config, chunk_bytes=4096) as engine:
+    with Engine(config, open_aio=LANES[request.param], chunk_bytes=4096) as engine:
         yield engine
 
 

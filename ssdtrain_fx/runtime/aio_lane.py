@@ -1,0 +1,339 @@
+"""A lane for CPU tensors without threads: the ops drive it, and the kernel moves the data (native AIO).
+
+Why: see :mod:`ssdtrain_fx.runtime.aio`. What is left to the ops is one ``memmove`` per chunk on the way out, and
+nothing on the way back: the disk reads straight into the tensor that ``reload`` returns.
+
+::
+
+    offload   source --memmove--> staging buffer --io_submit--> file      while there are buffers; the rest is queued
+    any op    takes note of what is over, and goes on with what is queued: reads first
+    release   goes on until every byte of the tensor has been copied
+    reload    file --io_submit--> y
+    wait      goes on until every read into y is over
+
+Guarantees:
+
+* A staging buffer, a target and the file are held until the kernel is done with them, whatever the user drops. Requests
+  are recorded before they are submitted, so that an exception cannot lose one.
+* One thread at a time takes answers from the kernel, and may block for them without the ledger's lock; the others wait
+  for it. Were there two, then 1. A blocks for an answer, 2. B takes the answer A is blocked for, 3. A blocks for ever.
+* Who blocks has first seen to it that nothing can be begun; and if nothing is under way, it is told so instead.
+* A failed write loses nothing: the buffer goes back to the pool only after its bytes are in ordinary memory.
+* The targets of reads start on a page and own all pages that they touch. Nobody writes to these pages in the parent
+  before the read is over, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.staging`).
+* An unexpected exception within the bookkeeping stops the engine with an error; nobody waits for ever.
+
+What completes between two ops is noticed by the second one: buffers and dropped targets are freed by then.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import errno
+import itertools
+import os
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx.runtime.aio import READ, WRITE, Aio
+from ssdtrain_fx.runtime.lane import BLOCK_S, Lane, crc_error
+from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
+from ssdtrain_fx.runtime.movers import CpuMover, keep_bytes
+from ssdtrain_fx.runtime.slots import ALIGNMENT_BYTES, round_up
+from ssdtrain_fx.runtime.spill_file import bytes_done
+from ssdtrain_fx.runtime.staging import StagingBuffer, StagingPool
+
+
+class _Transfer:
+    """One chunk between memory and the file. ``fill`` is set for reads, ``buffer`` for writes."""
+
+    __slots__ = ("address", "buffer", "chunk", "done", "fill", "offset", "opcode", "total")
+
+    def __init__(self, chunk: Chunk, address: int, fill: Fill | None, buffer: StagingBuffer | None) -> None:
+        slot = chunk.entry.slot
+        assert slot is not None
+        self.chunk = chunk
+        self.fill = fill
+        self.buffer = buffer
+        self.opcode = WRITE if fill is None else READ
+        self.address = address
+        self.offset = slot.offset_bytes + chunk.start
+        self.total = round_up(chunk.length)
+        self.done = 0
+
+
+class AioLane(Lane):
+    """All methods but :meth:`close` and :meth:`allocate` need the ledger's lock."""
+
+    io_path_suffix = ", native AIO"
+
+    def __init__(self, ledger: Ledger, aio: Aio, pool: StagingPool, *, checksum: bool) -> None:
+        self._aio = aio
+        super().__init__(ledger, CpuMover(), pool, checksum=checksum)
+        self._reads: collections.deque[_Transfer] = collections.deque()
+        self._copies: collections.deque[Chunk] = collections.deque()
+        self._writes: collections.deque[_Transfer] = collections.deque()
+        self._in_flight: dict[int, _Transfer] = {}
+        self._cookies = itertools.count(1)
+        self._reaping = False
+        self._closing = False
+
+    def __del__(self) -> None:
+        """The kernel must be done before the buffers and targets go, also where nobody called :meth:`close`."""
+        self._aio.close()
+
+    # -- called by the engine ------------------------------------------------------------------------------------------
+
+    def enlist_copies(self, entry: Entry) -> None:
+        try:
+            self._reap()
+            self._copies.extend(entry.chunks)
+            self._begin()
+        except BaseException as failure:
+            self._stop(failure)
+            raise
+
+    def enlist_reads(self, fill: Fill) -> None:
+        self._begin_fill(fill)
+        try:
+            self._reap()
+            for chunk in fill.entry.chunks:
+                self._read(fill, chunk)
+            self._begin()
+        except BaseException as failure:
+            self._stop(failure)
+            raise
+
+    def make_progress(self) -> None:
+        if self._closing:
+            return
+        try:
+            self._reap()
+            self._begin()
+        except BaseException as failure:
+            self._stop(failure)
+            raise
+
+    def wait_for_progress(self, timeout_s: float = BLOCK_S) -> bool:
+        if self._reaping:
+            self._ledger.progress.wait(timeout_s)
+        elif self._in_flight:
+            self._block(timeout_s)
+        else:
+            return False
+        return True
+
+    def allocate(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, byte_count: int
+    ) -> Tensor:
+        """A tensor at the start of its storage and of a page, with memory for whole pages. The memory is torch's, so
+        that it is warm again at the next step; NumPy makes a storage of a part of it, which keeps the whole alive."""
+        if byte_count == 0:
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+        owner = torch.empty(round_up(byte_count) + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+        skip = -owner.data_ptr() % ALIGNMENT_BYTES
+        storage = torch.from_numpy(owner.numpy()[skip : skip + byte_count]).untyped_storage()
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, size, stride)
+
+    def close(self) -> None:
+        ledger = self._ledger
+        with ledger.lock:
+            self._closing = True
+            while self._reaping:
+                ledger.progress.wait()
+        self._aio.close()
+        with ledger.lock:
+            ledger.trash.extend(self._in_flight.values())
+            ledger.trash.extend(self._reads)
+            for container in (self._in_flight, self._reads, self._copies, self._writes):
+                container.clear()
+        ledger.tidy()
+        self.pool.close()
+
+    # -- beginning -----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Submit what is queued, reads first, and copy what there are buffers for."""
+        if not self._reads and not self._writes and not self._copies:
+            return
+        has_room = self._submit(self._reads) and self._submit(self._writes)
+        while self._copies:
+            chunk = self._copies[0]
+            if chunk.state is not ChunkState.CANCELLED:
+                buffer = self.pool.acquire()
+                if buffer is None:
+                    return
+                self._copy_out(chunk, buffer)
+                has_room = has_room and self._submit(self._writes)
+            self._copies.popleft()
+
+    def _read(self, fill: Fill, chunk: Chunk) -> None:
+        """From memory where the bytes are still there, else from the file."""
+        target, source = fill.target, chunk.entry.source
+        assert target is not None
+        address = target.address + chunk.start
+        if chunk.state is ChunkState.ON_DISK:
+            self._reads.append(_Transfer(chunk, address, fill, None))
+            return
+        if chunk.staging is not None:
+            held_at = chunk.staging.address
+        elif chunk.kept is not None:
+            held_at = chunk.kept.data_ptr()
+        else:
+            assert source is not None
+            held_at = source.address + chunk.start
+        ctypes.memmove(address, held_at, chunk.length)
+        self._count_forwarded(fill, chunk)
+        self._read_is_over(fill, chunk)
+
+    def _copy_out(self, chunk: Chunk, buffer: StagingBuffer) -> None:
+        entry = chunk.entry
+        source = entry.source
+        assert source is not None
+        ctypes.memmove(buffer.address, source.address + chunk.start, chunk.length)
+        if self._checksum:
+            chunk.checksum = zlib.crc32(buffer.view[: chunk.length])
+        chunk.staging, chunk.state = buffer, ChunkState.STAGED
+        self._writes.append(_Transfer(chunk, buffer.address, None, buffer))
+        entry.uncopied -= 1
+        self._ledger.source_is_safe(chunk)
+
+    def _submit(self, queue: collections.deque[_Transfer]) -> bool:
+        """Whether everything in ``queue`` is under way, or over."""
+        aio, file, in_flight = self._aio, self._ledger.file, self._in_flight
+        while queue:
+            if len(in_flight) >= aio.depth:
+                return False
+            transfer = queue[0]
+            chunk, done = transfer.chunk, transfer.done
+            if chunk.entry.dead and done == 0:
+                self._abandon(queue.popleft())
+                continue
+            error = file.grow(transfer.offset + transfer.total) if transfer.fill is None else None
+            if error is None:
+                cookie = next(self._cookies)
+                in_flight[cookie] = transfer
+                try:
+                    accepted = aio.submit(
+                        transfer.opcode,
+                        file.fileno(),
+                        transfer.address + done,
+                        transfer.total - done,
+                        transfer.offset + done,
+                        cookie,
+                    )
+                except OSError as submit_error:
+                    accepted, error = False, submit_error
+                if accepted:
+                    if transfer.fill is None:
+                        chunk.state = ChunkState.WRITING
+                    queue.popleft()
+                    continue
+                del in_flight[cookie]
+                if error is None:
+                    if in_flight:
+                        return False  # one that ends makes room
+                    error = OSError(errno.EAGAIN, "the kernel takes no request although none is under way")
+            self._finish(queue.popleft(), error)
+        return True
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        """Take note of what is over, without blocking; a thread that is blocked for it does so itself."""
+        if self._in_flight and not self._reaping:
+            try:
+                self._aio.reap(0, 0.0)
+            finally:
+                self._take_answers()
+
+    def _block(self, timeout_s: float) -> None:
+        lock = self._ledger.lock
+        self._reaping = True
+        lock.release()
+        try:
+            self._aio.reap(1, timeout_s)
+        finally:
+            lock.acquire()
+            self._reaping = False
+            self._ledger.progress.notify_all()
+            try:
+                self._take_answers()
+                if not self._closing:
+                    self._begin()
+            except BaseException as failure:
+                self._stop(failure)
+                raise
+
+    def _take_answers(self) -> None:
+        for cookie, result in self._aio.answers():
+            transfer = self._in_flight.pop(cookie, None)
+            if transfer is not None:
+                self._answer(transfer, result)
+
+    def _answer(self, transfer: _Transfer, result: int) -> None:
+        if result == transfer.total - transfer.done:
+            self._finish(transfer, None)
+            return
+        is_read = transfer.fill is not None
+        try:
+            if result < 0:
+                raise OSError(-result, os.strerror(-result))
+            transfer.done = bytes_done(
+                transfer.done,
+                result,
+                transfer.total,
+                "read" if is_read else "write",
+                transfer.offset,
+                self._ledger.file.path,
+            )
+        except OSError as error:
+            self._finish(transfer, error)
+        else:
+            (self._reads if is_read else self._writes).appendleft(transfer)
+
+    def _finish(self, transfer: _Transfer, error: OSError | None) -> None:
+        chunk, fill, buffer = transfer.chunk, transfer.fill, transfer.buffer
+        ledger = self._ledger
+        if fill is None:
+            assert buffer is not None
+            kept = None
+            if error is not None:
+                kept = keep_bytes(buffer, chunk.length)
+                ledger.note_write_error(error)
+            chunk.staging = None
+            self.pool.drop_user(buffer)
+            self._written(chunk, kept)
+            return
+        if error is not None:
+            fill.error = fill.error or error
+        else:
+            if self._checksum:
+                data = (ctypes.c_char * chunk.length).from_address(transfer.address)
+                fill.error = fill.error or crc_error(chunk, memoryview(data))
+            ledger.counters.bytes_read += chunk.length
+        self._read_is_over(fill, chunk)
+
+    def _read_is_over(self, fill: Fill, chunk: Chunk) -> None:
+        fill.unissued -= 1
+        self._finish_read(fill, chunk, None)
+
+    def _abandon(self, transfer: _Transfer) -> None:
+        """Its entry is dead and it has not begun."""
+        chunk, fill, buffer = transfer.chunk, transfer.fill, transfer.buffer
+        if fill is not None:
+            self._read_is_over(fill, chunk)
+            return
+        assert buffer is not None
+        chunk.staging = None
+        self.pool.drop_user(buffer)
+        self._ledger.cancel(chunk)
+
+    def _stop(self, failure: BaseException) -> None:
+        """An exception within the bookkeeping, even KeyboardInterrupt, may leave a chunk neither here nor there."""
+        self._ledger.failure = failure
+        self._ledger.progress.notify_all()

@@ -1,0 +1,319 @@
+"""The I/O threads for one kind of device, and what they do with a chunk.
+
+Why threads and not asynchronous file I/O: two threads with large direct transfers reach what the disk can do, and
+neither ``pwrite`` nor ``memmove`` holds the interpreter lock.
+
+Guarantees:
+
+* Order of importance: reads, because a ``wait`` will need them; copies out of tensors, because a ``release`` will;
+  writes. Each queue is first in, first out.
+* No thread waits for a staging buffer while it holds one, and copies leave one buffer to reads. So a staged write can
+  always go on, each write frees a buffer, and nothing stops for ever.
+* A failed write loses nothing: the buffer goes back to the pool only after its bytes are in ordinary memory.
+* The threads are daemons, started with the first chunk and joined by :meth:`ThreadLane.close`.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+import zlib
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ssdtrain_fx.runtime.lane import Lane, crc_error
+from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
+from ssdtrain_fx.runtime.movers import Mark, Mover, Region, keep_bytes
+from ssdtrain_fx.runtime.slots import round_up
+from ssdtrain_fx.runtime.staging import StagingBuffer, StagingPool
+
+BUFFERS_FOR_READS = 1
+
+Task = Callable[[], None]
+
+
+class ThreadLane(Lane):
+    """A lane whose threads do the work."""
+
+    def __init__(self, ledger: Ledger, mover: Mover, pool: StagingPool, *, thread_count: int, checksum: bool) -> None:
+        super().__init__(ledger, mover, pool, checksum=checksum)
+        self._work = threading.Condition(ledger.lock)
+        self._reads: collections.deque[tuple[Fill, Chunk]] = collections.deque()
+        self._copies: collections.deque[Chunk] = collections.deque()
+        self._writes: collections.deque[Chunk] = collections.deque()
+        self._landing: collections.deque[tuple[Mark, Fill, Chunk, StagingBuffer]] = collections.deque()
+        """Copies into tensors that the device has been told to do."""
+        self._awaited: set[str] = set()
+        """Queues whose first mark a thread is blocked on."""
+        self._thread_count = thread_count
+        self._threads: list[threading.Thread] = []
+        self._threads_inside = 0
+        self._closing = False
+
+    # -- called by the engine ------------------------------------------------------------------------------------------
+
+    def enlist_copies(self, entry: Entry) -> None:
+        self._copies.extend(entry.chunks)
+        self._start_threads()
+        if not self.mover.enqueues:  # else the caller starts them itself
+            self._work.notify(len(entry.chunks))
+
+    def enlist_reads(self, fill: Fill) -> None:
+        self._begin_fill(fill)
+        for chunk in fill.entry.chunks:
+            if chunk.state in (ChunkState.SOURCE, ChunkState.COPYING):
+                chunk.waiting_fills.append(fill)
+            else:
+                self._reads.append((fill, chunk))
+        self._start_threads()
+        self._work.notify(len(fill.entry.chunks))
+
+    def begin_copies(self) -> None:
+        if not self.mover.enqueues:
+            return
+        ledger = self._ledger
+        while True:
+            with ledger.lock:
+                task = None if self._closing else self._next_copy()
+                if task is None:
+                    return
+                self._threads_inside += 1
+            try:
+                task()
+            except Exception as failure:  # the chunk is neither here nor there now
+                ledger.stop_because_of(failure)
+                return
+            finally:
+                with ledger.lock:
+                    self._threads_inside -= 1
+                    ledger.progress.notify_all()
+
+    def close(self) -> None:
+        with self._ledger.lock:
+            self._closing = True
+            self._work.notify_all()
+        for thread in self._threads:
+            thread.join()
+        with self._ledger.lock:
+            while self._threads_inside:
+                self._ledger.progress.wait()
+        for mark, *_ in self._landing:
+            self.mover.wait_host(mark)
+        for chunk in self._writes:
+            self.mover.wait_host(chunk.copied)
+        for queue in (self._reads, self._copies, self._writes, self._landing):
+            queue.clear()
+        self.mover.forget(self.pool.close())
+
+    # -- choosing the next task, with the lock held --------------------------------------------------------------------
+
+    def _start_threads(self) -> None:
+        if len(self._threads) < self._thread_count and not self._closing:
+            for number in range(self._thread_count):
+                thread = threading.Thread(target=self._run, name=f"ssdtrain-io-{number}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _run(self) -> None:
+        ledger = self._ledger
+        task = None
+        try:
+            while True:
+                with ledger.lock:
+                    task = self._wait_for_task()
+                ledger.tidy()
+                if task is None:
+                    return
+                task()
+                task = None  # it holds tensors
+        except Exception as failure:  # whatever it is, nobody may wait for this thread for ever
+            ledger.stop_because_of(failure)
+
+    def _wait_for_task(self) -> Task | None:
+        while not self._closing:
+            self._ledger.drain()
+            task = self._next_landed() or self._next_read() or self._next_copy() or self._next_write()
+            task = task or self._next_sync()
+            if task is not None or self._ledger.trash or self._ledger.trim_wanted:
+                return task or _nothing
+            self._work.wait()
+        return None
+
+    def _next_landed(self) -> None:
+        while self._landing and self.mover.is_over(self._landing[0][0]):
+            _, fill, chunk, buffer = self._landing.popleft()
+            self._finish_read(fill, chunk, buffer)
+
+    def _next_read(self) -> Task | None:
+        while self._reads:
+            fill, chunk = self._reads[0]
+            if fill.entry.dead:
+                self._reads.popleft()
+                fill.unissued -= 1
+                self._finish_read(fill, chunk, None)
+                continue
+            target = fill.target
+            assert target is not None
+            if chunk.staging is not None:
+                chunk.staging.users += 1
+                task = functools.partial(self._forward, fill, chunk, target, chunk.staging, chunk.copied)
+            elif chunk.kept is not None:
+                task = functools.partial(self._bring_kept, fill, chunk, target, chunk.kept)
+            else:
+                task = self._read_from_file(fill, chunk, target)
+                if task is None:
+                    return None
+            self._reads.popleft()
+            return task
+        return None
+
+    def _next_copy(self) -> Task | None:
+        while self._copies:
+            if self._copies[0].state is ChunkState.CANCELLED:
+                self._copies.popleft()
+                continue
+            if self.pool.available <= BUFFERS_FOR_READS:
+                return None
+            buffer = self.pool.acquire()
+            chunk = self._copies.popleft()
+            source = chunk.entry.source
+            assert buffer is not None
+            assert source is not None
+            chunk.state = ChunkState.COPYING
+            return functools.partial(self._copy_out, chunk, source, buffer)
+        return None
+
+    def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
+        buffer = self.pool.acquire()
+        return None if buffer is None else functools.partial(self._read, fill, chunk, target, buffer)
+
+    def _next_write(self) -> Task | None:
+        while self._writes and self.mover.is_over(self._writes[0].copied):
+            chunk = self._writes.popleft()
+            buffer = chunk.staging
+            assert buffer is not None
+            if chunk.copied is not None:
+                chunk.copied = None
+                self._ledger.source_is_safe(chunk)
+            if not chunk.entry.dead:
+                chunk.state = ChunkState.WRITING
+                return functools.partial(self._write, chunk, buffer)
+            chunk.staging = None
+            self.pool.drop_user(buffer)
+            self._ledger.cancel(chunk)
+        return None
+
+    def _next_sync(self) -> Task | None:
+        """Block on the device where nothing else is to be done; one thread per queue, the others stay available."""
+        if self._landing and "landing" not in self._awaited:
+            self._awaited.add("landing")
+            return functools.partial(self._sync, self._landing[0][0], "landing")
+        if self._writes and "writes" not in self._awaited:
+            self._awaited.add("writes")
+            return functools.partial(self._sync, self._writes[0].copied, "writes")
+        return None
+
+    # -- tasks, without the lock ---------------------------------------------------------------------------------------
+
+    def _copy_out(self, chunk: Chunk, source: Region, buffer: StagingBuffer) -> None:
+        entry = chunk.entry
+        copied = self.mover.copy_out(source, chunk.start, chunk.length, buffer, entry.ready)
+        with self._ledger.lock:
+            chunk.staging, chunk.copied, chunk.state = buffer, copied, ChunkState.STAGED
+            if copied is None:
+                self._ledger.source_is_safe(chunk)
+            self._writes.append(chunk)
+            self._copied(chunk)
+
+    def _write(self, chunk: Chunk, buffer: StagingBuffer) -> None:
+        ledger, slot = self._ledger, chunk.entry.slot
+        assert slot is not None
+        if self._checksum:
+            chunk.checksum = zlib.crc32(buffer.view[: chunk.length])
+        error = self._write_to_file(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
+        kept = None
+        if error is not None:
+            kept = keep_bytes(buffer, chunk.length)
+            with ledger.lock:
+                ledger.note_write_error(error)
+            ledger.tidy()
+        with ledger.lock:
+            chunk.staging = None
+            self.pool.drop_user(buffer)
+            self._written(chunk, kept)
+            self._work.notify()
+
+    def _write_to_file(self, data: memoryview, offset_bytes: int) -> OSError | None:
+        file = self._ledger.file
+        error = file.grow(offset_bytes + len(data))
+        if error is not None:
+            return error
+        try:
+            file.write(data, offset_bytes)
+        except OSError as write_error:
+            return write_error
+        return None
+
+    def _read(self, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer) -> None:
+        slot = chunk.entry.slot
+        assert slot is not None
+        try:
+            self._ledger.file.read(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
+            error = crc_error(chunk, buffer.view[: chunk.length]) if self._checksum else None
+        except OSError as read_error:
+            error = read_error
+        if error is not None:
+            with self._ledger.lock:
+                fill.error = fill.error or error
+                self._issued(fill, chunk, buffer, None)
+            return
+        mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready,))
+        with self._ledger.lock:
+            self._ledger.counters.bytes_read += chunk.length
+            self._issued(fill, chunk, buffer, mark)
+
+    def _forward(self, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer, copied: Mark) -> None:
+        mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready, copied))
+        with self._ledger.lock:
+            self._count_forwarded(fill, chunk)
+            self._issued(fill, chunk, buffer, mark)
+
+    def _bring_kept(self, fill: Fill, chunk: Chunk, target: Region, kept: Tensor) -> None:
+        self.mover.copy_kept(kept, target, chunk.start, chunk.length, (fill.ready,))
+        with self._ledger.lock:
+            self._count_forwarded(fill, chunk)
+            self._issued(fill, chunk, None, None)
+
+    def _sync(self, mark: Mark, queue: str) -> None:
+        self.mover.wait_host(mark)
+        with self._ledger.lock:
+            self._awaited.discard(queue)
+            self._work.notify_all()
+
+    # -- ends of transfers, with the lock held -------------------------------------------------------------------------
+
+    def _copied(self, chunk: Chunk) -> None:
+        entry = chunk.entry
+        entry.uncopied -= 1
+        if entry.uncopied == 0 or chunk.waiting_fills:
+            self._ledger.progress.notify_all()
+        self._reads.extend((fill, chunk) for fill in chunk.waiting_fills)
+        self._work.notify(1 + len(chunk.waiting_fills))
+        chunk.waiting_fills.clear()
+
+    def _issued(self, fill: Fill, chunk: Chunk, buffer: StagingBuffer | None, mark: Mark) -> None:
+        if mark is None or buffer is None:
+            self._finish_read(fill, chunk, buffer)
+        else:
+            fill.marks.append(mark)
+            self._landing.append((mark, fill, chunk, buffer))
+        fill.unissued -= 1  # last, because `wait` looks at it without the lock
+        if fill.unissued == 0:
+            self._ledger.progress.notify_all()
+        self._work.notify()
+
+
+def _nothing() -> None:
+    """A turn that only tidies up."""

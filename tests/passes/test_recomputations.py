@@ -1,0 +1,576 @@
+"""What backward may make again, and the rewrite that lets it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from expecttest import assert_expected_inline
+from functorch.compile import min_cut_rematerialization_partition
+from graphs import (
+    TOYS,
+    Analysis,
+    CapturedStep,
+    Program,
+    analyse,
+    calls,
+    capture_program,
+    capture_step,
+    capture_toy,
+    listing,
+    named,
+    names,
+    random_programs,
+    run,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from steps import Autocast, assert_same_bits, small_model, train
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from ssdtrain_fx import _torch_private
+from ssdtrain_fx._torch_private import inductor as private
+from ssdtrain_fx.aot_eager import run_node_by_node
+from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.passes.alias_sets import find_alias_sets
+from ssdtrain_fx.passes.candidates import find_candidates
+from ssdtrain_fx.passes.find_recomputations import (
+    NoRecomputation,
+    Recomputation,
+    find_recomputations,
+    judge_recomputations,
+)
+from ssdtrain_fx.passes.insert_recomputations import insert_recomputations
+from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, join, split
+from ssdtrain_fx.passes.op_targets import OFFLOAD, find
+from ssdtrain_fx.passes.verify_offloads import verify_offloads
+
+aten = torch.ops.aten
+Inner = Literal["inductor", "aot_eager"]
+
+
+def matrix(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+def two_layers() -> CapturedStep:
+    """The pre-activations h [4, 8] and the activations h * h are saved."""
+
+    def function(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        h = x @ w1
+        return ((h * h) @ w2).sum()
+
+    return capture_step(function, matrix(4, 6), matrix(6, 8), matrix(8, 8))
+
+
+def verdicts(analysis: Analysis, inner: Inner = "aot_eager", **options: Any) -> dict[str, Recomputation | str]:
+    """By the name of the first node of each storage."""
+    judged = judge_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, inner=inner, **options)
+    return {
+        analysis.alias_sets.storages[idx].members[0].name: (
+            verdict.reason if isinstance(verdict, NoRecomputation) else verdict
+        )
+        for idx, verdict in judged.items()
+    }
+
+
+def recomputation(analysis: Analysis, name: str, inner: Inner = "aot_eager") -> Recomputation:
+    verdict = verdicts(analysis, inner)[name]
+    assert isinstance(verdict, Recomputation), verdict
+    return verdict
+
+
+def reason(analysis: Analysis, name: str, inner: Inner = "aot_eager", **options: Any) -> str:
+    verdict = verdicts(analysis, inner, **options)[name]
+    assert isinstance(verdict, str), f"could be made again by {verdict}"
+    return verdict
+
+
+def sources(analysis: Analysis, found: Recomputation) -> list[str]:
+    return [analysis.alias_sets.storages[idx].members[0].name for idx in found.sources]
+
+
+def recompute(analysis: Analysis, *recomputations: Recomputation) -> ScheduledJointGraph:
+    return insert_recomputations(analysis.joint, analysis.alias_sets, recomputations)
+
+
+def again(joint: ScheduledJointGraph) -> Analysis:
+    """The analysis of a graph that was rewritten."""
+    alias_sets = find_alias_sets(joint.graph)
+    return Analysis(joint, alias_sets, find_candidates(joint, alias_sets, min_tensor_bytes=0))
+
+
+def recompute_everything(analysis: Analysis, inner: Inner) -> ScheduledJointGraph:
+    found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, inner=inner)
+    return recompute(analysis, *found.values())
+
+
+# What may run again
+
+
+def test_a_chain_ends_at_what_is_saved() -> None:
+    analysis = analyse(two_layers())
+    found = recomputation(analysis, "mul")
+    assert names(found.nodes) == ["mul"]
+    assert sources(analysis, found) == ["mm"]
+
+
+def test_graph_inputs_that_backward_holds_are_no_sources() -> None:
+    analysis = analyse(two_layers())
+    found = recomputation(analysis, "mm")
+    assert names(found.nodes) == ["mm"]
+    assert found.sources == (), "x and w1 are inputs"
+
+
+def test_what_lies_between_runs_as_well() -> None:
+    """Nobody saves h + 1, so it runs again with what follows it."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        h = x @ w
+        return (h.sin().sum() + (-(h + 1)) @ w.t()).sum()
+
+    analysis = analyse(capture_step(function, matrix(4, 6), matrix(6, 8)))
+    found = recomputation(analysis, "neg", "inductor")
+    assert (names(found.nodes), sources(analysis, found)) == (["add", "neg"], ["mm"])
+    assert reason(analysis, "neg", max_ops=1) == "more than 1 ops away from anything else that is saved"
+
+
+def test_saved_views_are_taken_again() -> None:
+    """The transpose of w is saved, hence at hand; that of the result is taken from the new one."""
+
+    def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return (v @ (x @ w.t()).t()).sum()
+
+    analysis = analyse(capture_step(function, matrix(4, 6), matrix(8, 6), matrix(5, 8)))
+    found = recomputation(analysis, "mm")
+    assert (names(found.nodes), found.sources) == (["mm", "t_1"], ())
+
+
+def test_random_numbers_are_drawn_once() -> None:
+    analysis = analyse(capture_toy("mlp"))
+    mask = next(node for node in analysis.joint.saved if node.meta["val"].dtype is torch.bool)
+    storage = analysis.alias_sets.of(mask)
+    assert storage is not None
+    assert reason(analysis, storage.members[0].name).endswith("draws random numbers")
+
+
+def test_data_that_backward_did_not_hold_is_not_held() -> None:
+    """The caller may write the next batch over x before backward."""
+    analysis = analyse(capture_step(lambda x, w: ((x + 1) @ w).sum(), torch.randn(64, 4), matrix(4, 4)))
+    assert reason(analysis, "add") == "reads the graph input primals_1, which backward does not hold"
+
+
+def test_a_small_parameter_may_be_read() -> None:
+    def function(h: Tensor, b: Tensor, w: Tensor) -> Tensor:
+        return ((h.exp() + b) @ w).sum()
+
+    analysis = analyse(capture_step(function, matrix(64, 4), matrix(4), matrix(4, 4)))
+    found = recomputation(analysis, "add", "inductor")
+    assert sources(analysis, found) == ["exp"]
+    assert named(analysis.joint.graph, "primals_2") not in analysis.joint.saved
+    joint = recompute(analysis, found)
+    assert named(joint.graph, "primals_2") in joint.saved
+
+
+def test_a_parameter_as_large_as_the_result_is_not_held_for_it() -> None:
+    def function(h: Tensor, b: Tensor, w: Tensor) -> Tensor:
+        return ((h.exp() + b) @ w).sum()
+
+    analysis = analyse(capture_step(function, matrix(64, 4), matrix(64, 4), matrix(4, 4)))
+    assert reason(analysis, "add") == "reads the graph input primals_2, which backward does not hold"
+
+
+def test_an_input_that_is_written_is_not_read_again() -> None:
+    def function(x: Tensor, count: Tensor) -> Tensor:
+        y = ((x.sin() + count) @ x).sum()
+        count.add_(1)
+        return y
+
+    analysis = analyse(capture_step(function, matrix(4, 4), torch.randn(4, 4)))
+    assert "written in place" in reason(analysis, "add")
+
+
+@pytest.mark.parametrize(
+    "op",
+    [torch.exp, torch.tanh, torch.erf, F.gelu, torch.rsqrt, torch.sigmoid, lambda x: x.softmax(-1), lambda x: x @ x],
+    ids=["exp", "tanh", "erf", "gelu", "rsqrt", "sigmoid", "softmax", "mm"],
+)
+def test_inductor_may_give_other_bits(op: Callable[[Tensor], Tensor]) -> None:
+    analysis = analyse(capture_step(lambda x, w: ((op(x.sin())) @ w).sum(), matrix(16, 16), matrix(16, 16)))
+    found = {name: verdict for name, verdict in verdicts(analysis, "inductor").items() if name != "sin"}
+    assert found
+    for verdict in found.values():
+        assert isinstance(verdict, str)
+        assert verdict.endswith("what it is fused with may change its last bits")
+    assert all(isinstance(verdict, Recomputation) for verdict in verdicts(analysis, "aot_eager").values())
+
+
+def of_low_precision(op: Callable[[Tensor], Tensor]) -> Analysis:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        h = x @ w
+        return (h.sin() + op(h) @ w).float().sum()
+
+    arguments = [torch.randn(16, 16, dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
+    return analyse(capture_step(function, *arguments))
+
+
+def test_inductor_rounds_low_precision_where_it_stores() -> None:
+    assert reason(of_low_precision(lambda h: h + 1), "add", "inductor").endswith("rounded or not, depending on fusion")
+    analysis = of_low_precision(lambda h: -h)
+    assert names(recomputation(analysis, "neg", "inductor").nodes) == ["neg"]
+
+
+def on_cuda(analysis: Analysis) -> Analysis:
+    """As if the step had been traced on a GPU."""
+    for node in analysis.joint.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, _torch_private.FakeTensor):
+            value.fake_device = torch.device("cuda", 0)
+    return analysis
+
+
+def test_a_gpu_rounds_a_product_and_its_sum_once() -> None:
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        h = x @ w
+        return ((h * h.sin() + h) @ w + (h + b) @ w + (h.abs() * 3) @ w).sum()
+
+    step = capture_step(function, matrix(16, 16), matrix(16, 16), matrix(16))
+    on_cpu = {name for name, verdict in verdicts(analyse(step), "inductor").items() if not isinstance(verdict, str)}
+    assert on_cpu == {"add", "add_1", "mul_1"}
+    analysis = on_cuda(analyse(step))
+    assert reason(analysis, "add", "inductor") == "add (aten.add): the sum of a product may be rounded once"
+    assert reason(analysis, "mul_1", "inductor").startswith("mul_1 (aten.mul): rounded together")
+    assert sources(analysis, recomputation(analysis, "add_1", "inductor")) == ["mm"]
+
+
+def test_inductor_changes_layouts_around_convolutions() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        h = F.conv2d(x, w)
+        return (F.conv2d(h * h, w)).sum()
+
+    analysis = analyse(capture_step(function, matrix(1, 2, 8, 8), matrix(2, 2, 3, 3)))
+    assert reason(analysis, "mul", "inductor").endswith("another layout for it in graphs with convolutions")
+    assert sources(analysis, recomputation(analysis, "mul")) == ["convolution"]
+
+
+def test_what_must_stay_gets_no_verdict() -> None:
+    analysis = analyse(two_layers(), min_tensor_bytes=1 << 30)
+    assert analysis.candidates
+    assert verdicts(analysis) == {}
+
+
+# The rewrite
+
+
+def test_before() -> None:
+    assert_expected_inline(
+        listing(two_layers().join().graph),
+        """\
+primals_1: f32[4, 6]
+primals_2: f32[6, 8]
+primals_3: f32[8, 8]
+tangents_1: f32[]
+mm: f32[4, 8] = mm(primals_1, primals_2)
+mul: f32[4, 8] = mul(mm, mm)
+mm_1: f32[4, 8] = mm(mul, primals_3)
+sum_1: f32[] = sum(mm_1)
+backward_starts()
+expand: f32[4, 8] = expand(tangents_1, [4, 8])
+t: f32[8, 4] = t(mul)
+mm_2: f32[8, 8] = mm(t, expand)
+t_1: f32[8, 8] = t(primals_3)
+mm_3: f32[4, 8] = mm(expand, t_1)
+mul_1: f32[4, 8] = mul(mm_3, mm)
+mul_2: f32[4, 8] = mul(mm_3, mm)
+add: f32[4, 8] = add(mul_2, mul_1)
+t_2: f32[6, 4] = t(primals_1)
+mm_4: f32[6, 8] = mm(t_2, add)
+t_3: f32[8, 6] = t(primals_2)
+mm_5: f32[4, 6] = mm(add, t_3)
+return ((sum_1), (mm_5, mm_4, mm_2))""",
+    )
+
+
+def test_after() -> None:
+    analysis = analyse(two_layers())
+    joint = recompute(analysis, recomputation(analysis, "mul", "inductor"))
+    assert_expected_inline(
+        listing(joint.graph),
+        """\
+primals_1: f32[4, 6]
+primals_2: f32[6, 8]
+primals_3: f32[8, 8]
+tangents_1: f32[]
+mm: f32[4, 8] = mm(primals_1, primals_2)
+mul: f32[4, 8] = mul(mm, mm)
+mm_1: f32[4, 8] = mm(mul, primals_3)
+sum_1: f32[] = sum(mm_1)
+backward_starts()
+expand: f32[4, 8] = expand(tangents_1, [4, 8])
+mul_3: f32[4, 8] = mul(mm, mm)
+t: f32[8, 4] = t(mul_3)
+mm_2: f32[8, 8] = mm(t, expand)
+t_1: f32[8, 8] = t(primals_3)
+mm_3: f32[4, 8] = mm(expand, t_1)
+mul_1: f32[4, 8] = mul(mm_3, mm)
+mul_2: f32[4, 8] = mul(mm_3, mm)
+add: f32[4, 8] = add(mul_2, mul_1)
+t_2: f32[6, 4] = t(primals_1)
+mm_4: f32[6, 8] = mm(t_2, add)
+t_3: f32[8, 6] = t(primals_2)
+mm_5: f32[4, 6] = mm(add, t_3)
+return ((sum_1), (mm_5, mm_4, mm_2))""",
+    )
+
+
+def test_what_is_made_again_can_be_read_by_what_is_made_again() -> None:
+    """Backward reads mul first; its copy reads the copy of mm, which therefore stands in front of it."""
+    analysis = analyse(two_layers())
+    joint = recompute(analysis, *(recomputation(analysis, name) for name in ("mm", "mul")))
+    assert_expected_inline(
+        listing(joint.graph),
+        """\
+primals_1: f32[4, 6]
+primals_2: f32[6, 8]
+primals_3: f32[8, 8]
+tangents_1: f32[]
+mm: f32[4, 8] = mm(primals_1, primals_2)
+mul: f32[4, 8] = mul(mm, mm)
+mm_1: f32[4, 8] = mm(mul, primals_3)
+sum_1: f32[] = sum(mm_1)
+backward_starts()
+expand: f32[4, 8] = expand(tangents_1, [4, 8])
+mm_6: f32[4, 8] = mm(primals_1, primals_2)
+mul_3: f32[4, 8] = mul(mm_6, mm_6)
+t: f32[8, 4] = t(mul_3)
+mm_2: f32[8, 8] = mm(t, expand)
+t_1: f32[8, 8] = t(primals_3)
+mm_3: f32[4, 8] = mm(expand, t_1)
+mul_1: f32[4, 8] = mul(mm_3, mm_6)
+mul_2: f32[4, 8] = mul(mm_3, mm_6)
+add: f32[4, 8] = add(mul_2, mul_1)
+t_2: f32[6, 4] = t(primals_1)
+mm_4: f32[6, 8] = mm(t_2, add)
+t_3: f32[8, 6] = t(primals_2)
+mm_5: f32[4, 6] = mm(add, t_3)
+return ((sum_1), (mm_5, mm_4, mm_2))""",
+    )
+
+
+def test_nothing_to_do() -> None:
+    analysis = analyse(two_layers())
+    before = listing(analysis.joint.graph)
+    assert recompute(analysis) is analysis.joint
+    assert listing(analysis.joint.graph) == before
+
+
+def test_a_storage_is_made_again_once() -> None:
+    analysis = analyse(two_layers())
+    found = recomputation(analysis, "mul")
+    with pytest.raises(InternalError, match="two recomputations"):
+        recompute(analysis, found, found)
+
+
+def test_copies_lie_on_storages_of_their_own() -> None:
+    """So liveness sees the copy die in backward, and the original in forward. Views follow their copy."""
+    analysis = analyse(capture_step(lambda x, w: (w @ (x * x).t()).sum(), matrix(4, 6), matrix(3, 6)))
+    joint = recompute(analysis, recomputation(analysis, "mul"))
+    original, copy, *_ = calls(joint.graph, aten.mul.Tensor)
+    marker = joint.positions()[joint.marker]
+    alias_sets = find_alias_sets(joint.graph)
+    assert joint.positions()[copy] > marker > max(joint.positions()[user] for user in original.users)
+    (storage,) = (alias_sets.storages[idx] for idx in alias_sets.by_node[copy])
+    assert storage.allocator is copy
+    assert storage.members[1].target is aten.t.default
+
+
+def test_new_nodes_tell_where_they_come_from() -> None:
+    analysis = analyse(two_layers())
+    joint = recompute(analysis, recomputation(analysis, "mul"))
+    first, second, *_ = calls(joint.graph, aten.mul.Tensor)
+    assert first.meta["stack_trace"] == second.meta["stack_trace"]
+    one, other = first.meta["val"], second.meta["val"]
+    assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    assert one.untyped_storage()._cdata != other.untyped_storage()._cdata
+
+
+def test_split_saves_what_is_said_to_be_saved() -> None:
+    for name in TOYS:
+        joint = recompute_everything(analyse(capture_toy(name)), "aot_eager")
+        forward, _ = split(joint)
+        results = forward.graph.output_node().args[0]
+        assert isinstance(results, tuple)
+        assert names(results[len(joint.forward_outputs) :]) == names(joint.saved)
+
+
+def test_sizes_stay_symbols() -> None:
+    step = capture_step(lambda x, w: ((x * x) @ w).sum(), matrix(8, 9), matrix(9, 4), dynamic=True)
+    analysis = analyse(step)
+    joint = recompute(analysis, recomputation(analysis, "mul"))
+    _, copy, *_ = calls(joint.graph, aten.mul.Tensor)
+    assert not any(isinstance(size, int) for size in copy.meta["val"].shape)
+    split(joint)
+
+
+# The same bits
+
+
+def step_of(name_or_program: str | Program) -> CapturedStep:
+    return capture_toy(name_or_program) if isinstance(name_or_program, str) else capture_program(name_or_program)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def check_bits(step: CapturedStep, chosen: Callable[[Sequence[Recomputation]], Sequence[Recomputation]]) -> None:
+    before, analysis = step.join(), analyse(step)
+    expected = run(before.gm, step.joint_args(before))
+    found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, inner="aot_eager")
+    selected = chosen(tuple(found.values()))
+    gone = {recomputation.storage_idx for recomputation in selected}
+    kept = {node.name for node in analysis.joint.saved if not gone.issuperset(analysis.alias_sets.by_node[node])}
+    joint = recompute(analysis, *selected)
+    joint.graph.lint()
+    assert_equal(run(joint.gm, step.joint_args(joint)), expected)
+    for storage in analysis.alias_sets.storages:
+        if storage.idx in gone:
+            assert not any(node in storage.members for node in joint.saved), f"{storage.allocator} is still saved"
+    assert {node.name for node in joint.saved if not is_input(node)} <= kept | {
+        analysis.alias_sets.storages[idx].members[0].name for one in selected for idx in one.sources
+    }
+
+
+def is_input(node: fx.Node) -> bool:
+    return node.op == "placeholder"
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_everything_made_again_gives_the_same_bits(name: str) -> None:
+    check_bits(step_of(name), lambda found: found)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(program=random_programs(), chosen=st.sets(st.integers(0, 12)), turned=st.booleans())
+def test_random_graphs_give_the_same_bits(program: Program, chosen: set[int], turned: bool) -> None:
+    """Any choice goes: what is not made again is kept."""
+
+    def choose(found: Sequence[Recomputation]) -> Sequence[Recomputation]:
+        selected = [one for number, one in enumerate(found) if (number in chosen) != turned]
+        return selected[::-1] if turned else selected
+
+    check_bits(step_of(program), choose)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_what_is_still_saved_can_be_offloaded(name: str) -> None:
+    """Then the copies read what comes back."""
+    step = step_of(name)
+    before = step.join()
+    after = again(recompute_everything(analyse(step), "inductor"))
+    joint = after.rewrite(after.plan(policy="all"))
+    verify_offloads(joint)
+    assert find(joint.graph, OFFLOAD)
+    assert_equal(run(joint.gm, step.joint_args(joint)), run(before.gm, step.joint_args(before)))
+
+
+def test_less_is_alive_where_backward_begins() -> None:
+    """Counted on the storages of real tensors: what an interpreter holds at the marker."""
+    step = two_layers()
+    analysis = analyse(step)
+    before = live_at_marker(step, step.join())
+    after = live_at_marker(step, recompute(analysis, recomputation(analysis, "mul")))
+    assert before - after == 4 * 8 * 4
+
+
+def live_at_marker(step: CapturedStep, joint: ScheduledJointGraph) -> int:
+    counted: list[int] = []
+
+    class Counting(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            if n is joint.marker:
+                tensors = [value for value in self.env.values() if isinstance(value, Tensor)]
+                storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}
+                counted.append(sum(storages.values()))
+            return super().run_node(n)
+
+    Counting(joint.gm).run(*step.joint_args(joint))
+    return counted[0]
+
+
+# Real models, on the real compilers. These decide what is in the lists of ops.
+
+
+def rewrite(
+    forward: fx.GraphModule, backward: fx.GraphModule, num_forward_outputs: int, inner: Inner, done: list[int]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    joint = join(forward, backward, num_forward_outputs=num_forward_outputs)
+    analysis = again(joint)
+    found = find_recomputations(joint, analysis.alias_sets, analysis.candidates, inner=inner)
+    done.append(len(found))
+    return split(recompute(analysis, *found.values()))
+
+
+class Recomputing(private.CustomPartitionerFn):
+    """Min-cut, then everything that may run again does."""
+
+    def __init__(self, done: list[int]) -> None:
+        self.done = done
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        return rewrite(forward, backward, kwargs["num_fwd_outputs"], "inductor", self.done)
+
+    def uuid(self) -> str:
+        return f"never twice the same {time.time_ns()}"
+
+
+def with_inductor(done: list[int], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    with _torch_private.functorch_config_patch(enable_autograd_cache=False):
+        return private.compile_fx(gm, example_inputs, config_patches={"custom_partitioner_fn": Recomputing(done)})
+
+
+def node_by_node(done: list[int], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        return rewrite(forward, backward, kwargs["num_fwd_outputs"], "aot_eager", done)
+
+    return _torch_private.aot_autograd(gm, example_inputs, compiler=run_node_by_node, partition_fn=partition)
+
+
+def check_model(name: str, inner: Inner, *, dropout: float = 0.1, autocast: bool = False) -> None:
+    model, batches = small_model(name, dropout=dropout)
+    if autocast:
+        model = Autocast(model)
+    done: list[int] = []
+    backend = functools.partial(with_inductor if inner == "inductor" else node_by_node, done)
+    expected = train(model, batches, inner)
+    assert_same_bits(train(model, batches, backend), expected)
+    assert sum(done) > 0 or (inner == "inductor" and name in ("vit", "conv")), "nothing was made again"
+
+
+MODELS = ["gpt2", "bert", "t5", "llama", "vit", "encoder", "conv"]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["gpt2", "encoder"])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_models_train_to_the_same_bits(name: str, inner: Inner) -> None:
+    check_model(name, inner)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_all_models_train_to_the_same_bits(name: str, inner: Inner, dropout: float, autocast: bool) -> None:
+    check_model(name, inner, dropout=dropout, autocast=autocast)

@@ -1,0 +1,67 @@
+"""A hardware profile as a value: it is stored, compared, and refuses nonsense."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from ssdtrain_fx.hardware import Channel, Hardware, convolution_key
+
+HARDWARE = Hardware(
+    device="cpu",
+    flops_per_s={"float32": 2e11, convolution_key("float32"): 4e11},
+    memory_bytes_per_s=5e10,
+    elements_per_s={"float32": 5e9},
+    kernel_s=4e-6,
+    write=Channel(bytes_per_s=3e9, latency_s=1e-4),
+    read=Channel(bytes_per_s=2e9, latency_s=2e-4),
+    share_when_both=0.6,
+    copy_out=Channel(bytes_per_s=1e10),
+    copy_in=Channel(bytes_per_s=2e10),
+    copies_block_compute=True,
+    offload_s=5e-5,
+    reload_s=6e-5,
+    staging_bytes=12 << 20,
+)
+
+
+def test_a_transfer_takes_its_latency_and_its_bytes() -> None:
+    assert Channel(bytes_per_s=1e9, latency_s=0.5).transfer_s(2_000_000_000) == 2.5
+
+
+def test_json_round_trip_is_exact_and_stable() -> None:
+    again = Hardware.from_json(HARDWARE.to_json())
+    assert again == HARDWARE
+    assert again.to_json() == HARDWARE.to_json()
+    assert again.digest() == HARDWARE.digest()
+
+
+def test_the_digest_tells_profiles_apart() -> None:
+    assert dataclasses.replace(HARDWARE, kernel_s=5e-6).digest() != HARDWARE.digest()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_bytes_per_s": 0.0}, "every rate .* must be finite and above 0"),
+        ({"flops_per_s": {"float32": math.inf}}, "every rate .* must be finite and above 0"),
+        ({"elements_per_s": {"float32": math.nan}}, "every rate .* must be finite and above 0"),
+        ({"read": Channel(bytes_per_s=-1.0)}, "every rate .* must be finite and above 0"),
+        ({"write": Channel(bytes_per_s=1.0, latency_s=-1e-6)}, "every time .* must be finite and at least 0"),
+        ({"kernel_s": math.nan}, "every time .* must be finite and at least 0"),
+        ({"share_when_both": 0.0}, r"share_when_both is 0.0; expected a number in \(0, 1\]"),
+        ({"share_when_both": 1.1}, r"share_when_both is 1.1; expected a number in \(0, 1\]"),
+    ],
+)
+def test_nonsense_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(HARDWARE, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"color": "red"}, {"read": {"rate": 1}}])
+def test_text_with_other_fields_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(TypeError):
+        Hardware.from_json(json.dumps({**json.loads(HARDWARE.to_json()), **change}))

@@ -31,7 +31,13 @@ def compile_with_aot_eager(
 
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        step = offload_saved_tensors(forward, backward, num_forward_outputs=kwargs["num_fwd_outputs"], config=config)
+        step = offload_saved_tensors(
+            forward,
+            backward,
+            num_forward_outputs=kwargs["num_fwd_outputs"],
+            config=config,
+            hardware=config.load_hardware(example_inputs),
+        )
         if observe is not None:
             observe(step)
         for node in (*find(step.backward.graph, RELOAD), *find(step.backward.graph, WAIT)):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import types
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
+
 from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 
 Inner = Literal["inductor", "aot_eager"]
@@ -33,20 +38,23 @@ class OffloadConfig:
     """Storages smaller than this stay in memory."""
 
     policy: Policy = "auto"
-    """``auto`` keeps what backward needs again soon; ``all`` offloads every eligible storage, whatever it costs."""
-
-    in_flight_bytes: int | None = None
-    """Most bytes that leave, and most that return early, at one time. None: the largest storage or 1/48 of all."""
+    """``auto`` moves what lowers the peak and costs little; ``all`` offloads every eligible storage at any cost."""
 
     memory_budget_bytes: int | None = None
-    """Activation peak to stay under; nothing is offloaded when the step already fits. None: as low as possible."""
+    """Activation peak to stay under, at the least cost in time; nothing is offloaded when the step already fits. None:
+    as low as ``max_slowdown`` allows."""
 
     host_budget_bytes: int | None = None
     """Most pinned (GPU) or staging (CPU) memory that the engine may hold. None: chosen per device."""
 
     max_slowdown: float = 0.01
-    """Exposed transfer time that a plan may predict, as a share of the step. Today's plans go by bytes and predict no
-    time, so this has no effect yet."""
+    """How much longer than without offloading a step may take, as a share of it, by the planner's prediction. On a CPU,
+    where the processor itself copies, every byte costs time: allow 0.05 or more there to see much less memory. Has no
+    effect with ``memory_budget_bytes`` or ``policy="all"``."""
+
+    hardware: Hardware | str | Path | None = None
+    """What to plan for: a profile, or the path of one that ``ssdtrain-fx probe --json`` wrote. None: this machine,
+    which is measured in a few seconds when it is not known yet."""
 
     io: IOPath = "auto"
     """``posix`` goes through host memory, ``kvikio`` straight from GPU to file; ``auto`` takes what really works."""
@@ -61,7 +69,7 @@ class OffloadConfig:
         _require_choice("policy", self.policy, get_args(Policy))
         _require_choice("io", self.io, get_args(IOPath))
         _require_int("min_tensor_bytes", self.min_tensor_bytes, minimum=0)
-        for name in ("in_flight_bytes", "memory_budget_bytes", "host_budget_bytes"):
+        for name in ("memory_budget_bytes", "host_budget_bytes"):
             value = getattr(self, name)
             if value is not None:
                 _require_int(name, value, minimum=1)
@@ -69,6 +77,8 @@ class OffloadConfig:
             raise _wrong("max_slowdown", self.max_slowdown, "a number such as 0.01")
         if not 0 <= self.max_slowdown < float("inf"):
             raise _wrong("max_slowdown", self.max_slowdown, "a finite number >= 0")
+        if not isinstance(self.hardware, (Hardware, str, Path, types.NoneType)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _wrong("hardware", self.hardware, "a Hardware, the path of a profile, or None")
         if not isinstance(self.checksum, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _wrong("checksum", self.checksum, "True or False")
 
@@ -89,6 +99,30 @@ class OffloadConfig:
                     f"Unknown option {name!r} for backend 'ssdtrain'.{hint} Valid options: {', '.join(valid)}."
                 )
         return cls(**options)
+
+    def load_hardware(self, example_inputs: Sequence[Any]) -> Hardware:
+        """The profile to plan with, for a graph with these inputs: for a GPU as soon as one of them is there.
+
+        Raises:
+            ConfigError: ``hardware`` names a file that is missing or holds no profile.
+        """
+        if isinstance(self.hardware, Hardware):
+            return self.hardware
+        if self.hardware is None:
+            from ssdtrain_fx.probe import load_hardware
+
+            tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+            device = "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"
+            # In a thread of its own: modes belong to threads, and under the FakeTensorMode of a trace nothing is run.
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(load_hardware, device, self.engine_config().ssd_dir).result()
+        try:
+            return Hardware.from_json(Path(self.hardware).read_text())
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"Option 'hardware' of backend 'ssdtrain' names {str(self.hardware)!r}, which cannot be used "
+                f"({error}); expected the path of a profile that `ssdtrain-fx probe --json` wrote."
+            ) from error
 
     def engine_config(self) -> EngineConfig:
         """The part that the runtime needs; it travels inside the compiled graph."""

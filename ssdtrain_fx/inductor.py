@@ -25,6 +25,7 @@ from ssdtrain_fx import _torch_private
 from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.dry_run import compile_to_zeros
+from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 
@@ -44,10 +45,16 @@ def _source_hash() -> str:
 class OffloadPartitioner(private.CustomPartitionerFn):
     """Partitions as Inductor would, then rewrites the two graphs."""
 
-    def __init__(self, config: OffloadConfig, observe: Observer | None = None) -> None:
+    def __init__(self, config: OffloadConfig, example_inputs: Sequence[Any], observe: Observer | None = None) -> None:
         self.config = config
         self.observe = observe
+        self._example_inputs = example_inputs
         self.inner: private.CustomPartitionerFn | None = private.current_setting("custom_partitioner_fn")
+
+    @functools.cached_property
+    def hardware(self) -> Hardware:
+        """Loaded when a graph is to be partitioned; a graph without gradients needs none."""
+        return self.config.load_hardware(self._example_inputs)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -55,7 +62,11 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         partition = self.inner or min_cut_rematerialization_partition
         forward, backward = partition(gm, joint_inputs, **kwargs)
         step = offload_saved_tensors(
-            forward, backward, num_forward_outputs=kwargs["num_fwd_outputs"], config=self.config
+            forward,
+            backward,
+            num_forward_outputs=kwargs["num_fwd_outputs"],
+            config=self.config,
+            hardware=self.hardware,
         )
         if self.observe is not None:
             self.observe(step)
@@ -63,7 +74,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
 
     def uuid(self) -> str:
         inner = self.inner.uuid() if self.inner is not None else None
-        return f"ssdtrain_fx {_source_hash()} {self.config!r} {inner!r}"
+        return f"ssdtrain_fx {_source_hash()} {self.config!r} {self.hardware.digest()} {inner!r}"
 
 
 class KeepLayouts(private.CustomGraphPass):
@@ -128,7 +139,7 @@ def compile_with_inductor(
     """What ``torch.compile(backend="inductor", mode=mode)`` does, with offloading."""
     private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT)
     patches: dict[str, Any] = {
-        "custom_partitioner_fn": OffloadPartitioner(config, observe),
+        "custom_partitioner_fn": OffloadPartitioner(config, example_inputs, observe),
         "post_grad_custom_post_pass": KeepLayouts(),
     }
     if mode is not None:
@@ -154,5 +165,5 @@ def trace_with_inductor(
             gm,
             example_inputs,
             inner_compile=inner_compile,
-            config_patches={"custom_partitioner_fn": OffloadPartitioner(config, observe)},
+            config_patches={"custom_partitioner_fn": OffloadPartitioner(config, example_inputs, observe)},
         )

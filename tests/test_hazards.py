@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import assert_same_bits, counted, settled_statistics, small_model, train
+from steps import FAST_DISK, assert_same_bits, counted, settled_statistics, small_model, train
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
@@ -16,7 +16,7 @@ from ssdtrain_fx import OffloadConfig, backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SMALL_WINDOW = OffloadConfig(min_tensor_bytes=0, in_flight_bytes=1 << 17)
+TIMELY = OffloadConfig(min_tensor_bytes=0, hardware=FAST_DISK)
 EVERYTHING = OffloadConfig(policy="all", min_tensor_bytes=0)
 
 
@@ -102,7 +102,7 @@ def test_hazard_3_offload_and_release_get_the_same_memory() -> None:
 
 def test_hazard_4_the_prefetch_distance_survives_the_scheduler() -> None:
     """Between a reload and its wait stands a matrix product, for all but what is needed as soon as backward begins."""
-    _, backward = generated_code(Blocks(), torch.randn(256, 64), SMALL_WINDOW)
+    _, backward = generated_code(Blocks(), torch.randn(256, 64), TIMELY)
     order = [name for name, _ in calls(backward) if name in (*PRODUCTS, RELOAD, WAIT)]
     first_product = next(idx for idx, name in enumerate(order) if name in PRODUCTS)
     reloads = [idx for idx, name in enumerate(order) if name == RELOAD]
@@ -117,7 +117,7 @@ def test_hazard_4_the_prefetch_distance_survives_the_scheduler() -> None:
 
 
 def test_hazard_4_releases_are_spread_over_forward() -> None:
-    forward, _ = generated_code(Blocks(), torch.randn(256, 64), SMALL_WINDOW)
+    forward, _ = generated_code(Blocks(), torch.randn(256, 64), TIMELY)
     order = [name for name, _ in calls(forward) if name in (*PRODUCTS, OFFLOAD, RELEASE)]
     last_product = max(idx for idx, name in enumerate(order) if name in PRODUCTS)
     releases = [idx for idx, name in enumerate(order) if name == RELEASE]

@@ -24,7 +24,6 @@ the loops of fused CPU kernels: the fused kernel then runs before the wait, and 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -38,22 +37,7 @@ from ssdtrain_fx.passes.candidates import Candidate, view_path
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
 from ssdtrain_fx.passes.plan import Offload, Plan
-
-
-class _Step(enum.IntEnum):
-    """What may stand at one position, in this order.
-
-    A release makes room before the next offload, unless it is the release of that very offload. A storage that is
-    needed at once is asked for before anything is waited for; every other reload comes after the waits, when the
-    in-flight window has room again.
-    """
-
-    RELEASE = 0
-    OFFLOAD = 1
-    RELEASE_AT_ONCE = 2
-    RELOAD_AT_ONCE = 3
-    WAIT = 4
-    RELOAD = 5
+from ssdtrain_fx.passes.transfer_problem import Step
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -84,7 +68,7 @@ def insert_offloads(
         raise InternalError(f"a plan for {len(plan.storages)} storages was applied to a graph with {len(candidates)}.")
     positions = joint.positions()
     nodes = list(joint.graph.nodes)
-    steps: list[tuple[int, _Step, _Chain]] = []
+    steps: list[tuple[int, Step, _Chain]] = []
     for candidate, storage in zip(candidates, plan.storages, strict=True):
         decision = storage.decision
         if not isinstance(decision, Offload):
@@ -93,21 +77,21 @@ def insert_offloads(
         if source is None or source.name != decision.representative:
             raise InternalError(f"the plan moves {decision.representative!r}, the graph has {source} there.")
         chain = _Chain(candidate, source)
-        release = _Step.RELEASE_AT_ONCE if decision.release == decision.offload else _Step.RELEASE
-        reload = _Step.RELOAD_AT_ONCE if decision.reload == decision.wait else _Step.RELOAD
+        release = Step.RELEASE_AT_ONCE if decision.release == decision.offload else Step.RELEASE
+        reload = Step.RELOAD_AT_ONCE if decision.reload == decision.wait else Step.RELOAD
         steps += [
-            (decision.offload, _Step.OFFLOAD, chain),
+            (decision.offload, Step.OFFLOAD, chain),
             (decision.release, release, chain),
             (decision.reload, reload, chain),
-            (decision.wait, _Step.WAIT, chain),
+            (decision.wait, Step.WAIT, chain),
         ]
     for position, step, chain in sorted(steps, key=lambda item: item[:2]):
         with joint.graph.inserting_before(nodes[position]):
-            if step is _Step.OFFLOAD:
+            if step is Step.OFFLOAD:
                 _insert_offload(joint, chain, engine)
-            elif step in (_Step.RELEASE, _Step.RELEASE_AT_ONCE):
+            elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
                 _insert_release(joint.graph, chain)
-            elif step is _Step.WAIT:
+            elif step is Step.WAIT:
                 replicas = _insert_wait(joint.graph, chain, alias_sets)
                 _redirect_backward_reads(replicas, positions, positions[joint.marker])
             else:

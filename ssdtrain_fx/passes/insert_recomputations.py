@@ -65,37 +65,44 @@ def insert_recomputations(
             raise InternalError(f"nothing in backward reads storage {recomputation.storage_idx} ({on_storage}).")
         first_reader = next(node for node in joint.graph.nodes if node in readers)
         with joint.graph.inserting_before(first_reader):
-            copies = _copy(joint.graph, recomputation.nodes, alias_sets)
+            copies = copy_nodes(joint.graph, recomputation.nodes, alias_sets)
         in_backward.update(copies.values())
         for node in on_storage:
             for user in readers.intersection(node.users):
                 user.replace_input_with(node, copies[node])
-        _erase_unread(copies.values())
+        erase_unread(copies.values())
     made_in_forward = {node for recomputation in recomputations for node in recomputation.nodes}
-    _erase_unread(node for node in nodes if node in made_in_forward)
+    erase_unread(node for node in nodes if node in made_in_forward)
     joint.gm.recompile()
-    return dataclasses.replace(joint, saved=_find_saved(joint))
+    return dataclasses.replace(joint, saved=find_saved(joint))
 
 
-def _copy(graph: fx.Graph, nodes: Iterable[fx.Node], alias_sets: AliasSets) -> dict[fx.Node, fx.Node]:
+def copy_nodes(graph: fx.Graph, nodes: Iterable[fx.Node], alias_sets: AliasSets) -> dict[fx.Node, fx.Node]:
+    """Copies at the insertion point that read each other, and otherwise what the originals read."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         copy = graph.node_copy(node, lambda source: copies.get(source, source))
         copy.meta = dict(node.meta)
-        copy.meta["val"] = _fake_result(node, copy, alias_sets)
+        copy.meta["val"] = _fake_copy(node, copy, alias_sets)
         copies[node] = copy
     return copies
 
 
-def _fake_result(node: fx.Node, copy: fx.Node, alias_sets: AliasSets) -> object:
+def _fake_copy(node: fx.Node, copy: fx.Node, alias_sets: AliasSets) -> object:
     """The value of a copy: on the storage of its argument when it is a view, otherwise on one of its own."""
     inherited = {idx for source in node.all_input_nodes for idx in alias_sets.by_node[source]}
-    if not inherited.issuperset(alias_sets.by_node[node]):
-        return map_aggregate(node.meta["val"], _like)
-    mode = next(leaf.fake_mode for leaf in _torch_private.tree_leaves(node.meta["val"]) if isinstance(leaf, FakeTensor))
-    assert callable(copy.target)
+    if inherited.issuperset(alias_sets.by_node[node]):
+        return fake_result(copy)
+    return map_aggregate(node.meta["val"], _like)
+
+
+def fake_result(node: fx.Node) -> object:
+    """Run the node on the values that its arguments have now."""
+    values = [leaf for source in node.all_input_nodes for leaf in _torch_private.tree_leaves(source.meta["val"])]
+    mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+    assert callable(node.target)
     with mode:
-        return copy.target(*map_arg(copy.args, _value_of), **map_arg(copy.kwargs, _value_of))
+        return node.target(*map_arg(node.args, _value_of), **map_arg(node.kwargs, _value_of))
 
 
 def _like(value: Argument) -> Argument:
@@ -110,13 +117,14 @@ def _value_of(node: fx.Node) -> Argument:
     return node.meta["val"]
 
 
-def _erase_unread(nodes: Iterable[fx.Node]) -> None:
+def erase_unread(nodes: Iterable[fx.Node]) -> None:
+    """Drop what nobody reads. ``nodes`` are functional, and in graph order."""
     for node in reversed(list(nodes)):
         if not node.users:
             node.graph.erase_node(node)
 
 
-def _find_saved(joint: ScheduledJointGraph) -> tuple[fx.Node, ...]:
+def find_saved(joint: ScheduledJointGraph) -> tuple[fx.Node, ...]:
     """What backward reads of forward, in the order that ``split`` gives it; and all symbols that were saved."""
     nodes = list(joint.graph.nodes)
     boundary = nodes.index(joint.marker)

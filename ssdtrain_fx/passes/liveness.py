@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -32,6 +32,10 @@ class LiveInterval:
     start: int
     end: int
     size_bytes: int
+
+    def without(self, release: int, reload: int) -> tuple[LiveInterval, LiveInterval]:
+        """What is left when the storage is away from position ``release`` until position ``reload``."""
+        return (dataclasses.replace(self, end=release), dataclasses.replace(self, start=reload))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,8 +88,3 @@ def memory_profile(intervals: Iterable[LiveInterval], num_positions: int) -> Mem
         change[interval.start] += interval.size_bytes
         change[interval.end] -= interval.size_bytes
     return MemoryProfile(live_bytes=tuple(itertools.accumulate(change))[:num_positions])
-
-
-def split_interval(interval: LiveInterval, *, release: int, reload: int) -> Sequence[LiveInterval]:
-    """What is left of ``interval`` when its storage is away from position ``release`` until position ``reload``."""
-    return (dataclasses.replace(interval, end=release), dataclasses.replace(interval, start=reload))

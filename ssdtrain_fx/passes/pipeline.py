@@ -1,6 +1,7 @@
 """The pipeline, on one screen: from a partitioned training step to one that offloads.
 
-join -> find_alias_sets -> find_candidates -> plan_offloads -> insert_offloads -> verify_offloads -> split
+join -> find_alias_sets -> find_candidates -> estimate_node_seconds -> plan_offloads
+     -> insert_offloads -> verify_offloads -> split
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import logging
 from torch import fx
 
 from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.candidates import find_candidates
 from ssdtrain_fx.passes.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.joint_graph import join, split
+from ssdtrain_fx.passes.node_costs import estimate_node_seconds
 from ssdtrain_fx.passes.plan import Plan
 from ssdtrain_fx.passes.plan_offloads import plan_offloads
 from ssdtrain_fx.passes.verify_offloads import verify_offloads
@@ -35,13 +38,19 @@ class OffloadedStep:
 
 
 def offload_saved_tensors(
-    forward: fx.GraphModule, backward: fx.GraphModule, *, num_forward_outputs: int, config: OffloadConfig
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *,
+    num_forward_outputs: int,
+    config: OffloadConfig,
+    hardware: Hardware,
 ) -> OffloadedStep:
     """Rewrite a partitioned training step so that saved tensors leave memory between forward and backward.
 
     Args:
         forward, backward: as a partitioner of ``functorch.compile`` returns them; neither is changed.
         num_forward_outputs: how many results of ``forward`` are not saved for backward.
+        hardware: what the plan is made for.
 
     Raises:
         BudgetError: ``memory_budget_bytes`` is out of reach.
@@ -55,14 +64,17 @@ def offload_saved_tensors(
         joint,
         alias_sets,
         candidates,
-        keep_what_is_needed_soon=config.policy == "auto",
-        in_flight_bytes=config.in_flight_bytes,
+        node_s=estimate_node_seconds(joint, alias_sets, hardware, fused=config.inner == "inductor"),
+        hardware=hardware,
+        move_all=config.policy == "all",
+        max_slowdown=config.max_slowdown,
         memory_budget_bytes=config.memory_budget_bytes,
     )
     log.info(
-        "predicted activation peak %s -> %s, %s out and back in %d of %d saved storages",
+        "predicted activation peak %s -> %s, %+.1f %% of the step time, %s out and back in %d of %d saved storages",
         format_bytes(plan.peak_before_bytes),
         format_bytes(plan.peak_after_bytes),
+        100 * plan.slowdown,
         format_bytes(plan.offloaded_bytes),
         len(plan.offloaded),
         len(plan.storages),

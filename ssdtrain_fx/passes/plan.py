@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,17 +56,53 @@ class SavedStorage:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Peak:
+    """Where memory is highest, and what lives there."""
+
+    size_bytes: int
+    position: int
+    node: str
+    """The node that runs there."""
+    phase: Literal["forward", "backward"]
+    source: str
+    """Line of user code behind that node, or an empty string."""
+    largest: tuple[tuple[str, int], ...]
+    """The largest storages that live there: name and bytes, largest first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """Decisions for a training step and what they are predicted to do.
 
-    Peaks count the storages that the joint graph itself allocates (no parameters, no inputs), unfused.
+    Peaks count the storages that the joint graph itself allocates: no parameters, no inputs. Times are seconds of one
+    step on the hardware that the plan was made for.
     """
 
     storages: tuple[SavedStorage, ...]
-    in_flight_bytes: int
-    """Most bytes that may be leaving, and most that may be returning early, at any position."""
-    peak_before_bytes: int
-    peak_after_bytes: int
+    peak_before: Peak
+    peak_after: Peak
+    floor_bytes: int
+    """Working-set floor: no choice and no placement of offloads has a lower peak."""
+    step_s: float
+    """Without offloading."""
+    exposed_s: float
+    """What offloading adds to it."""
+    read_s: float
+    """How long the SSD is busy reading, and writing."""
+    write_s: float
+
+    @property
+    def peak_before_bytes(self) -> int:
+        return self.peak_before.size_bytes
+
+    @property
+    def peak_after_bytes(self) -> int:
+        return self.peak_after.size_bytes
+
+    @property
+    def slowdown(self) -> float:
+        """Exposed time as a share of the step."""
+        return self.exposed_s / self.step_s if self.step_s else 0.0
 
     @property
     def offloaded(self) -> tuple[SavedStorage, ...]:
@@ -85,8 +121,11 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Inverse of :meth:`to_json`."""
         raw: dict[str, Any] = json.loads(text)
-        storages = tuple(_storage_from(entry) for entry in raw.pop("storages"))
-        return cls(storages=storages, **raw)
+        raw["storages"] = tuple(_storage_from(entry) for entry in raw["storages"])
+        for name in ("peak_before", "peak_after"):
+            largest = tuple((storage, size_bytes) for storage, size_bytes in raw[name].pop("largest"))
+            raw[name] = Peak(**raw[name], largest=largest)
+        return cls(**raw)
 
 
 def _storage_from(raw: dict[str, Any]) -> SavedStorage:

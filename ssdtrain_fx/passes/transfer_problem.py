@@ -6,7 +6,7 @@ Time. Node p of the scheduled joint graph takes ``node_s[p]`` seconds on one com
 ``marker`` is forward. Of a moved storage
 
     offload   stands at ``complete``: it takes ``blocks_out_s`` of the compute stream, and the write may begin
-    release   stands at ``release`` in ``[earliest_release, marker]``; the stream stalls there until the storage has left
+    release   stands at ``release`` in ``[earliest_release, marker]``; the stream stalls there until it has left
     reload    stands at ``reload`` in ``[marker + 1, wait]``; the read may begin
     wait      stands at ``wait``; the stream stalls there until the storage is back, ``blocks_in_s`` included
 
@@ -19,9 +19,26 @@ Memory. A storage is live in ``[start, end)``; a moved one in ``[start, release)
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 
 from ssdtrain_fx.hardware import Hardware
+
+
+class Step(enum.IntEnum):
+    """What may stand at one position, in this order.
+
+    A release makes room before the next offload, unless it is the release of that very offload. A storage that is
+    needed at once is asked for before anything is waited for; every other reload comes after the waits, which have made
+    room for it.
+    """
+
+    RELEASE = 0
+    OFFLOAD = 1
+    RELEASE_AT_ONCE = 2
+    RELOAD_AT_ONCE = 3
+    WAIT = 4
+    RELOAD = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.aot_eager import run_node_by_node
+from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.passes.alias_sets import AliasSets, find_alias_sets
 from ssdtrain_fx.passes.candidates import Candidate, find_candidates
 from ssdtrain_fx.passes.insert_offloads import insert_offloads
@@ -25,6 +26,29 @@ from ssdtrain_fx.passes.plan_offloads import plan_offloads
 
 ENGINE = "{}"
 """The engine with all defaults: its file has no name and lies in the temp directory."""
+
+
+def disk_only(bytes_per_s: float) -> Hardware:
+    """A machine that is nothing but a disk: what is not on the disk has not left, and only the disk takes time."""
+    free = Channel(bytes_per_s=float("inf"))
+    disk = Channel(bytes_per_s=bytes_per_s)
+    return Hardware(
+        device="cpu",
+        flops_per_s={"float32": 1e12},
+        memory_bytes_per_s=1e12,
+        elements_per_s={"float32": 1e12},
+        kernel_s=0.0,
+        write=disk,
+        read=disk,
+        share_when_both=0.5,
+        copy_out=free,
+        copy_in=free,
+        copies_block_compute=False,
+        offload_s=0.0,
+        reload_s=0.0,
+        staging_bytes=0,
+    )
+
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 save_all: Partition = default_partition
@@ -61,13 +85,23 @@ class Analysis:
     alias_sets: AliasSets
     candidates: tuple[Candidate, ...]
 
-    def plan(self, *, policy: str = "all", window_bytes: int | None = None, budget_bytes: int | None = None) -> Plan:
+    def plan(
+        self,
+        *,
+        policy: str = "all",
+        disk: float = 1024,
+        max_slowdown: float = 0.0,
+        budget_bytes: int | None = None,
+    ) -> Plan:
+        """Every node takes a second; ``disk`` bytes go either way meanwhile. No copies, no staging."""
         return plan_offloads(
             self.joint,
             self.alias_sets,
             self.candidates,
-            keep_what_is_needed_soon=policy == "auto",
-            in_flight_bytes=window_bytes,
+            node_s=[1.0] * len(self.joint.graph.nodes),
+            hardware=disk_only(disk),
+            move_all=policy == "all",
+            max_slowdown=max_slowdown,
             memory_budget_bytes=budget_bytes,
         )
 

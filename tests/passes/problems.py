@@ -54,8 +54,9 @@ def random_problem(rng: random.Random, *, num_movables: int, num_positions: int)
     """About ``num_positions`` positions, and never fewer than the movables need."""
     num_positions = max(num_positions, 2 * num_movables + 3)
     marker = max(num_movables + 1, min(num_positions - num_movables - 1, round(num_positions * rng.uniform(0.35, 0.5))))
-    made_at = sorted(rng.sample(range(marker), num_movables))
-    read_at = sorted(rng.sample(range(marker + 1, num_positions), num_movables), reverse=True)
+    draw = rng.choice([rng.sample, lambda places, count: rng.choices(places, k=count)])  # several at one place, or not
+    made_at = sorted(draw(range(marker), num_movables))
+    read_at = sorted(draw(range(marker + 1, num_positions), num_movables), reverse=True)
     step = rng.choice([MIB, MIB, 1])  # sizes that are equal, and sizes that are all different
     movables: list[Movable] = []
     for idx, (start, wait) in enumerate(zip(made_at, read_at, strict=True)):

@@ -1,0 +1,218 @@
+"""Run a placement on the clock: one compute stream, a write channel, a read channel, staging and memory.
+
+A discrete-event simulation. Events happen where their nodes stand; between them only the channels work:
+
+    compute   n0 |offload a| n1 | n2 |release a| ...          | reload a | n7 | wait a (stall) | n8
+    write              [==== a ====]                          :
+    read                                                      :      [======= a =======]
+
+- A storage has *left* when its last byte is in staging, and its memory may be reused then. Staging gives room as the
+  SSD takes bytes from it, so far behind the SSD the copy out is as slow as the SSD.
+- Writes go first in, first out. What of them is left when backward begins shares the SSD with the reads:
+  each direction keeps ``share_when_both`` of its rate.
+- A storage that is asked for while it is still in staging is served from there and not read.
+
+The result is a function of the placement alone: no clock, no random numbers.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes.transfer_problem import Movable, Placements, Step, TransferProblem
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a placement costs and what it reaches."""
+
+    live_bytes: tuple[int, ...]
+    """At every position."""
+    start_s: tuple[float, ...]
+    """When the node at every position starts."""
+    step_s: float
+    exposed_s: float
+    """What the step takes longer than without any transfer: stalls and the time of the ops themselves."""
+    release_stall_s: Mapping[int, float]
+    wait_stall_s: Mapping[int, float]
+    """By storage; storages without a stall are left out."""
+    write_busy_s: float
+    read_busy_s: float
+    forwarded_bytes: int
+    """Served from staging, never read."""
+    staging_peak_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.live_bytes, default=0)
+
+    @property
+    def stall_s(self) -> float:
+        return sum(self.release_stall_s.values()) + sum(self.wait_stall_s.values())
+
+
+def simulate(problem: TransferProblem, placements: Placements) -> Simulation:
+    """Run the step once with the storages in ``placements`` moved."""
+    channels = _Channels(problem.hardware)
+    left_s: dict[int, float] = {}
+    back_s: dict[int, float] = {}
+    release_stall_s: dict[int, float] = {}
+    wait_stall_s: dict[int, float] = {}
+    start_s: list[float] = []
+    events = _events(problem, placements)
+    event = next(events, None)
+    now = 0.0
+    for position, node_s in enumerate(problem.node_s):
+        while event is not None and event[0] == position:
+            _, step, movable = event
+            idx, size_bytes = movable.idx, movable.size_bytes
+            if step is Step.OFFLOAD:
+                begin = now
+                now += problem.blocks_out_s(size_bytes)
+                left_s[idx] = channels.write(movable, begin, now)
+            elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
+                if left_s[idx] > now:
+                    release_stall_s[idx] = left_s[idx] - now
+                    now = left_s[idx]
+            elif step is Step.WAIT:
+                if back_s[idx] > now:
+                    wait_stall_s[idx] = back_s[idx] - now
+                    now = back_s[idx]
+            else:
+                now += problem.blocks_in_s(size_bytes)
+                back_s[idx] = channels.read(movable, now)
+            event = next(events, None)
+        start_s.append(now)
+        now += node_s
+    return Simulation(
+        live_bytes=live_bytes(problem, placements),
+        start_s=tuple(start_s),
+        step_s=now,
+        exposed_s=now - problem.step_s,
+        release_stall_s=release_stall_s,
+        wait_stall_s=wait_stall_s,
+        write_busy_s=channels.write_busy_s,
+        read_busy_s=channels.read_busy_s,
+        forwarded_bytes=channels.forwarded_bytes,
+        staging_peak_bytes=channels.staging_peak_bytes,
+    )
+
+
+def live_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, ...]:
+    """Live bytes at every position when the storages in ``placements`` are moved."""
+    change = [0] * (len(problem.node_s) + 1)
+    for movable in problem.movables:
+        spans = [(movable.start, movable.end)]
+        placement = placements.get(movable.idx)
+        if placement is not None:
+            spans = [(movable.start, placement.release), (placement.reload, movable.end)]
+        for start, end in spans:
+            change[start] += movable.size_bytes
+            change[end] -= movable.size_bytes
+    moved = itertools.accumulate(change[:-1])
+    return tuple(fixed + more for fixed, more in zip(problem.fixed_live_bytes, moved, strict=True))
+
+
+def _events(problem: TransferProblem, placements: Placements) -> Iterator[tuple[int, Step, Movable]]:
+    events: list[tuple[int, Step, Movable]] = []
+    for movable in problem.movables:
+        placement = placements.get(movable.idx)
+        if placement is None:
+            continue
+        at_once = placement.release == movable.complete
+        needed_at_once = placement.reload == movable.wait
+        events += [
+            (movable.complete, Step.OFFLOAD, movable),
+            (placement.release, Step.RELEASE_AT_ONCE if at_once else Step.RELEASE, movable),
+            (placement.reload, Step.RELOAD_AT_ONCE if needed_at_once else Step.RELOAD, movable),
+            (movable.wait, Step.WAIT, movable),
+        ]
+    # The sort is stable: equal keys stay in the order of the movables, as insert_offloads has it.
+    return iter(sorted(events, key=lambda event: event[:2]))
+
+
+class _Channels:
+    """The SSD and staging: when is a storage out, when is it back?
+
+    The write queue is counted in seconds of work that an undisturbed SSD needs for it.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._queued_bytes = [0]
+        """Of every write: all bytes queued up to its end ..."""
+        self._queued_s = [0.0]
+        """... and all work."""
+        self._turn_of: dict[int, int] = {}
+        """Place of a storage in these lists."""
+        self._written_s = 0.0
+        """Work that is done ..."""
+        self._written_until_s = 0.0
+        """... by this time."""
+        self._copied_s = 0.0
+        self._read_s = 0.0
+        self.write_busy_s = 0.0
+        self.read_busy_s = 0.0
+        self.forwarded_bytes = 0
+        self.staging_peak_bytes = 0
+
+    def write(self, movable: Movable, begin_s: float, end_s: float) -> float:
+        """Put a storage into the write queue. Returns when it has left its tensor.
+
+        The compute stream spends ``begin_s`` to ``end_s`` on it; where copies run beside compute, they only start then.
+        """
+        hardware, size_bytes = self._hardware, movable.size_bytes
+        self._write_until(begin_s)
+        write_s = hardware.write.transfer_s(size_bytes)
+        self.write_busy_s += write_s
+        self._turn_of[movable.idx] = len(self._queued_bytes)
+        self._queued_bytes.append(self._queued_bytes[-1] + size_bytes)
+        self._queued_s.append(self._queued_s[-1] + write_s)
+        copied_s = end_s
+        if not hardware.copies_block_compute:
+            copied_s = max(self._copied_s, end_s) + hardware.copy_out.transfer_s(size_bytes)
+        # All but the last `staging_bytes` of what was ever queued must be on the SSD.
+        must_be_written = self._queued_bytes[-1] - hardware.staging_bytes
+        missing_s = self._work_s(must_be_written) - self._written_s
+        if missing_s > 0:
+            copied_s = max(copied_s, self._written_until_s + missing_s)
+        self._copied_s = copied_s
+        staged_bytes = self._queued_bytes[-1] - self._bytes_written()
+        self.staging_peak_bytes = max(self.staging_peak_bytes, min(staged_bytes, hardware.staging_bytes))
+        return copied_s
+
+    def read(self, movable: Movable, at_s: float) -> float:
+        """Put a storage into the read queue. Returns when it is back."""
+        hardware, size_bytes = self._hardware, movable.size_bytes
+        begin_s = max(at_s, self._read_s)
+        self._write_until(begin_s)
+        if self._written_s < self._queued_s[self._turn_of[movable.idx]]:
+            self.forwarded_bytes += size_bytes
+            copy_s = 0.0 if hardware.copies_block_compute else hardware.copy_in.transfer_s(size_bytes)
+            return begin_s + copy_s
+        need_s = hardware.read.transfer_s(size_bytes)
+        self.read_busy_s += need_s
+        share = hardware.share_when_both
+        both_s = min(self._queued_s[-1] - self._written_s, need_s) / share
+        self._written_s += both_s * share
+        self._read_s = self._written_until_s = begin_s + both_s + (need_s - both_s * share)
+        return self._read_s
+
+    def _write_until(self, now_s: float) -> None:
+        """Let the writes go on, with the SSD to themselves, until ``now_s``."""
+        if now_s > self._written_until_s:
+            self._written_s = min(self._queued_s[-1], self._written_s + now_s - self._written_until_s)
+            self._written_until_s = now_s
+
+    def _work_s(self, byte_count: int) -> float:
+        """Work until that many of all bytes are written."""
+        turn = bisect.bisect_left(self._queued_bytes, byte_count)
+        return self._queued_s[turn] - (self._queued_bytes[turn] - byte_count) / self._hardware.write.bytes_per_s
+
+    def _bytes_written(self) -> int:
+        turn = bisect.bisect_right(self._queued_s, self._written_s)
+        return self._queued_bytes[turn - 1]

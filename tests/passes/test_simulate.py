@@ -1,0 +1,140 @@
+"""The simulation, checked by hand: every number below can be followed with pencil and paper.
+
+Nodes take one second, and the disk moves 10 bytes in a second, unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from graphs import disk_only
+
+from ssdtrain_fx.hardware import Channel
+from ssdtrain_fx.passes.simulate import simulate
+from ssdtrain_fx.passes.transfer_problem import Movable, Placement, TransferProblem
+
+A = Movable(idx=0, size_bytes=20, start=0, complete=1, earliest_release=1, wait=9, end=10)
+B = Movable(idx=1, size_bytes=20, start=1, complete=2, earliest_release=2, wait=8, end=9)
+
+
+def problem(*movables: Movable, num_nodes: int = 10, **hardware: Any) -> TransferProblem:
+    """Ten nodes; forward is 0 to 4, the marker 5."""
+    return TransferProblem(
+        node_s=(1.0,) * num_nodes,
+        marker=5,
+        fixed_live_bytes=(1,) * num_nodes,
+        movables=movables,
+        hardware=dataclasses.replace(disk_only(10), **hardware),
+    )
+
+
+def test_nothing_moves() -> None:
+    result = simulate(problem(A, B), {})
+    assert result.step_s == 10
+    assert result.exposed_s == 0
+    assert result.live_bytes == (21, 41, 41, 41, 41, 41, 41, 41, 41, 21)
+
+
+def test_a_transfer_in_time_costs_nothing() -> None:
+    """Written from 1 to 3, read from 7 to 9."""
+    result = simulate(problem(A), {0: Placement(release=3, reload=7)})
+    assert result.step_s == 10
+    assert result.live_bytes == (21, 21, 21, 1, 1, 1, 1, 21, 21, 21)
+    assert (result.write_busy_s, result.read_busy_s) == (2, 2)
+    assert result.start_s == tuple(range(10))
+
+
+def test_a_release_waits_for_the_write() -> None:
+    """Written from 1 to 3, released at 2: one second of stall, and everything behind it starts later."""
+    result = simulate(problem(A), {0: Placement(release=2, reload=6)})
+    assert result.release_stall_s == {0: 1}
+    assert result.wait_stall_s == {}
+    assert result.exposed_s == result.stall_s == 1
+    assert result.start_s == (0, 1, 3, 4, 5, 6, 7, 8, 9, 10)
+
+
+def test_a_wait_waits_for_the_read() -> None:
+    """Asked for at once: the whole read is exposed."""
+    result = simulate(problem(A), {0: Placement(release=4, reload=9)})
+    assert result.wait_stall_s == {0: 2}
+    assert result.exposed_s == 2
+
+
+def test_writes_stand_in_line() -> None:
+    """A from 1 to 3, B from 3 to 5: releasing B at 3 waits for 2 seconds."""
+    result = simulate(problem(A, B), {0: Placement(3, 7), 1: Placement(3, 6)})
+    assert result.release_stall_s == {1: 2}
+
+
+def test_reads_stand_in_line() -> None:
+    """B from 6 to 8, A, asked for at 7, from 8 to 10, needed at 9."""
+    result = simulate(problem(A, B), {0: Placement(5, 7), 1: Placement(5, 6)})
+    assert result.wait_stall_s == {0: 1}
+
+
+def test_staging_lets_go_before_the_disk_has_written() -> None:
+    """20 bytes of staging hold all of A: it has left when it is copied, which takes no time here."""
+    assert simulate(problem(A, staging_bytes=20), {0: Placement(1, 7)}).exposed_s == 0
+    # B finds room for its last byte when the disk has taken 20 of 40 bytes: at 3.
+    result = simulate(problem(A, B, staging_bytes=20), {0: Placement(1, 7), 1: Placement(2, 6)})
+    assert result.release_stall_s == {1: 1}
+    assert result.staging_peak_bytes == 20
+
+
+def test_copies_on_the_compute_thread_take_its_time() -> None:
+    """A copy of 20 bytes takes 2 seconds out and 1 in; the ops half a second each. The write runs meanwhile."""
+    result = simulate(
+        problem(
+            A,
+            copies_block_compute=True,
+            staging_bytes=100,
+            copy_out=Channel(bytes_per_s=10),
+            copy_in=Channel(bytes_per_s=20),
+            offload_s=0.5,
+            reload_s=0.5,
+        ),
+        {0: Placement(1, 6)},
+    )
+    assert result.stall_s == 0
+    assert result.exposed_s == 2 + 0.5 + 1 + 0.5
+
+
+def test_copies_beside_compute_delay_only_the_release() -> None:
+    """The copy of A takes 2 seconds, from 1 to 3."""
+    result = simulate(
+        problem(A, staging_bytes=100, copy_out=Channel(bytes_per_s=10)), {0: Placement(release=2, reload=6)}
+    )
+    assert result.release_stall_s == {0: 1}
+
+
+def test_latency_counts_once_for_each_transfer() -> None:
+    slow = Channel(bytes_per_s=10, latency_s=0.5)
+    result = simulate(problem(A, write=slow, read=slow), {0: Placement(3, 7)})
+    assert result.release_stall_s == {0: 0.5}
+    assert result.wait_stall_s == {0: 0.5}  # asked for at 7.5, back at 10, needed at 9.5
+    assert (result.write_busy_s, result.read_busy_s) == (2.5, 2.5)
+
+
+def test_late_writes_and_reads_share_the_disk() -> None:
+    """A is queued at 1, 40 more bytes at 2: the disk writes until 7 if left alone. A is asked for at 6.
+
+    The last 10 bytes of the writes and 10 of A go together and take 2 seconds instead of 1; the other 10 take 1 more.
+    A is back at 9, where it is needed. Had it been asked for at 7, it would be back at 9 as well: alone, at full rate.
+    """
+    big = dataclasses.replace(B, size_bytes=40, wait=18, end=19)
+    placements = {0: Placement(1, 6), 1: Placement(2, 12)}
+    halves = simulate(problem(A, big, num_nodes=20, staging_bytes=100), placements)
+    assert halves.wait_stall_s == {}
+    less = simulate(problem(A, big, num_nodes=20, staging_bytes=100, share_when_both=0.4), placements)
+    assert less.wait_stall_s == {0: pytest.approx(0.5)}
+
+
+def test_what_is_still_in_staging_is_not_read() -> None:
+    """100 bytes from 2 on are written by 12; at 8 they are served from staging."""
+    big = dataclasses.replace(B, size_bytes=100)
+    result = simulate(problem(big, staging_bytes=100), {1: Placement(2, 8)})
+    assert result.forwarded_bytes == 100
+    assert result.read_busy_s == 0
+    assert result.exposed_s == 0

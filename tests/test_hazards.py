@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from typing import Any
 
@@ -13,10 +14,15 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from ssdtrain_fx import OffloadConfig, backend
+from ssdtrain_fx.hardware import Channel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TIMELY = OffloadConfig(min_tensor_bytes=0, hardware=FAST_DISK)
+TIMELY = OffloadConfig(
+    min_tensor_bytes=0,
+    hardware=dataclasses.replace(FAST_DISK, kernel_s=0.0, flops_per_s={"float32": 2e9}, read=Channel(bytes_per_s=1e8)),
+)
+"""Only matrix products take time, 1 ms each, and an activation of 64 KiB is read in 0.7 ms."""
 EVERYTHING = OffloadConfig(policy="all", min_tensor_bytes=0)
 
 

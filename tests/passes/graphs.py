@@ -30,8 +30,8 @@ ENGINE = "{}"
 
 def disk_only(bytes_per_s: float) -> Hardware:
     """A machine that is nothing but a disk: what is not on the disk has not left, and only the disk takes time."""
-    free = Channel(bytes_per_s=float("inf"))
-    disk = Channel(bytes_per_s=bytes_per_s)
+    free = Channel(bytes_per_s=1e30)
+    disk = Channel(bytes_per_s=min(bytes_per_s, 1e30))
     return Hardware(
         device="cpu",
         flops_per_s={"float32": 1e12},

@@ -201,7 +201,7 @@ def test_the_directory_need_not_exist_when_the_hardware_is_given() -> None:
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_budget_out_of_reach_is_reported_as_such(inner: str) -> None:
     with pytest.raises(BudgetError, match="memory_budget_bytes is 1, but the predicted activation peak"):
-        explain_toy(inner=inner, memory_budget_bytes=1)
+        explain_toy(inner=inner, memory_budget_bytes=1, policy="auto")
 
 
 def test_a_budget_in_reach_is_kept_to() -> None:
@@ -209,7 +209,7 @@ def test_a_budget_in_reach_is_kept_to() -> None:
     best = explain(model, x, config=config()).graphs[0].plan
     assert best.peak_after_bytes < best.peak_before_bytes
     budget_bytes = (best.peak_after_bytes + best.peak_before_bytes) // 2
-    (graph,) = explain(model, x, config=config(memory_budget_bytes=budget_bytes)).graphs
+    (graph,) = explain(model, x, config=config(memory_budget_bytes=budget_bytes, policy="auto")).graphs
     assert best.peak_after_bytes <= graph.plan.peak_after_bytes <= budget_bytes
     assert 0 < len(graph.plan.offloaded) < len(best.offloaded)
 

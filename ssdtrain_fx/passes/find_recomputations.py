@@ -10,10 +10,11 @@ A node may run again only where it gives the same bits in another place of anoth
 ``inner="inductor"``: the op is compiled again, fused with other neighbours, as a vector or as a scalar. Then only what
 IEEE 754 rounds exactly, or does not round at all, is the same everywhere: moves and selections, comparisons,
 ``+ - * /`` and square roots. That leaves out ``exp``, ``tanh``, ``erf`` (other code for vectors than for scalars),
-reductions (other order of additions) and matrix products (other layouts of arguments, other kernels). Two traps remain:
+``maximum`` and ``clamp`` (the sign of a zero), reductions (other order of additions) and matrix products (a sum that
+follows may become a part of them, other layouts of arguments, other kernels). Two traps remain:
 
 - float16 and bfloat16 values are only rounded when they are stored, and what is stored depends on fusion. So only ops
-  that commute with rounding are safe there: moves, ``relu``, ``neg``, ``abs``, ``maximum``, ``minimum``.
+  that commute with rounding are safe there: moves, ``relu``, ``neg``, ``abs``.
 - On a GPU, ``a * b + c`` in one kernel is rounded once. So no product and no sum of one is safe there; nor are division
   and square root, which Triton approximates.
 """
@@ -49,8 +50,6 @@ _COMMUTES_WITH_ROUNDING = frozenset(
         "gather",
         "index",
         "index_select",
-        "maximum",
-        "minimum",
         "neg",
         "relu",
         "repeat",
@@ -71,9 +70,6 @@ _EXACT = frozenset(
         "bitwise_or",
         "bitwise_xor",
         "ceil",
-        "clamp",
-        "clamp_max",
-        "clamp_min",
         "constant_pad_nd",
         "eq",
         "floor",

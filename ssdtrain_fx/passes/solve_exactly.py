@@ -58,7 +58,7 @@ from ssdtrain_fx.passes.transfer_problem import Movable, Placement, Placements, 
 SCALE = 1000.0
 """The step and the highest peak are this long in the program: far from the tolerance of the solver, 1e-6."""
 TOLERANCE = 1e-7
-"""Relative; what is nearer than that counts as equal."""
+"""Relative; steps and peaks that are nearer than that count as equal."""
 
 Term = tuple[int | None, float]
 """(variable, coefficient); no variable stands for 0."""

@@ -75,8 +75,8 @@ class OffloadConfig:
                 _require_int(name, value, minimum=1)
         if self.policy == "all" and self.memory_budget_bytes is not None:
             raise ConfigError(
-                "Options policy='all' and memory_budget_bytes of backend 'ssdtrain' contradict each other: the one moves "
-                "everything, the other no more than it must. Leave one of them out."
+                "Options policy='all' and memory_budget_bytes of backend 'ssdtrain' contradict each other: the one "
+                "moves everything, the other no more than it must. Leave one of them out."
             )
         if isinstance(self.max_slowdown, bool) or not isinstance(self.max_slowdown, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _wrong("max_slowdown", self.max_slowdown, "a number such as 0.01")

@@ -77,7 +77,11 @@ def load_hardware(device: str, ssd_dir: str | None, *, measure: bool = True) -> 
                     "Run `ssdtrain-fx probe` first."
                 )
             log.info("measuring %s and the SSD behind %s; `ssdtrain-fx probe` measures longer", key.device, directory)
-            hardware = measure_hardware(device, directory, quick=True)
+            try:
+                hardware = measure_hardware(device, directory, quick=True)
+            except FullDiskError as error:  # no reason to stop training: what cannot be written stays in memory
+                log.warning("%s Until then plans are made for a drive of 2 GB/s.", error)
+                return _assumed_hardware(_device_name(device), on_gpu=torch.device(device).type == "cuda")
             if hardware.kernel_s > BUSY_KERNEL_S:
                 log.warning(
                     "An empty kernel takes %.1f ms: the machine is busy, or torch has more threads than cores. This "
@@ -139,6 +143,31 @@ def _device_name(device: str, cuda: Any = torch.cuda) -> str:
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+class FullDiskError(ConfigError):
+    """There is too little room to measure."""
+
+
+def _assumed_hardware(name: str, *, on_gpu: bool) -> Hardware:
+    """For where nothing can be measured. Guesses all: a slow drive, and a processor or GPU of the middle."""
+    drive, copies = Channel(bytes_per_s=2e9, latency_s=2e-4), Channel(bytes_per_s=1e10)
+    return Hardware(
+        device=name,
+        flops_per_s={"float32": 3e13 if on_gpu else 3e11},
+        memory_bytes_per_s=1e12 if on_gpu else 2e10,
+        elements_per_s={"float32": 1e11 if on_gpu else 1e9},
+        kernel_s=5e-6,
+        write=drive,
+        read=drive,
+        share_when_both=0.5,
+        copy_out=copies,
+        copy_in=copies,
+        copies_block_compute=not on_gpu,
+        offload_s=5e-5,
+        reload_s=5e-5,
+        staging_bytes=CUDA_BUDGET_BYTES if on_gpu else CPU_BUDGET_BYTES,
+    )
 
 
 class _Effort:
@@ -244,7 +273,7 @@ def _require_room(directory: str, size_bytes: int) -> None:
     status = os.statvfs(directory)
     free_bytes = status.f_bavail * status.f_frsize
     if free_bytes < 2 * size_bytes:
-        raise ConfigError(
+        raise FullDiskError(
             f"{directory!r} has {free_bytes >> 20} MiB left; measuring needs {2 * size_bytes >> 20} MiB. "
             "Make room, or set ssd_dir to another directory."
         )

@@ -20,9 +20,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 TIMELY = OffloadConfig(
     min_tensor_bytes=0,
-    hardware=dataclasses.replace(FAST_DISK, kernel_s=0.0, flops_per_s={"float32": 2e9}, read=Channel(bytes_per_s=1e8)),
+    hardware=dataclasses.replace(FAST_DISK, kernel_s=0.0, flops_per_s={"float32": 2e9}, read=Channel(bytes_per_s=5e7)),
 )
-"""Only matrix products take time, 1 ms each, and an activation of 64 KiB is read in 0.7 ms."""
+"""Only matrix products take time, 1 ms each, and an activation of 64 KiB is read in 1.3 ms: behind two of them, since
+Inductor may move one when it makes mm and add an addmm."""
 EVERYTHING = OffloadConfig(policy="all", min_tensor_bytes=0)
 
 

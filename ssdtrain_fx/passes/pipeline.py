@@ -1,7 +1,7 @@
 """The pipeline, on one screen: from a partitioned training step to one that offloads.
 
-join -> find_alias_sets -> find_candidates -> estimate_node_seconds -> plan_offloads
-     -> insert_offloads -> verify_offloads -> split
+join -> find_alias_sets -> find_candidates -> copy_out_views
+     -> estimate_node_seconds -> plan_offloads -> insert_offloads -> verify_offloads -> split
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.candidates import find_candidates
+from ssdtrain_fx.passes.copy_out_views import copy_out_views
 from ssdtrain_fx.passes.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.joint_graph import join, split
 from ssdtrain_fx.passes.node_costs import estimate_node_seconds
@@ -60,6 +61,11 @@ def offload_saved_tensors(
     before = joint.text()
     alias_sets = find_alias_sets(joint.graph)
     candidates = find_candidates(joint, alias_sets, min_tensor_bytes=config.min_tensor_bytes)
+    joint, unchanged = copy_out_views(joint, alias_sets, candidates), joint
+    copied_out = joint is not unchanged
+    if copied_out:
+        alias_sets = find_alias_sets(joint.graph)
+        candidates = find_candidates(joint, alias_sets, min_tensor_bytes=config.min_tensor_bytes)
     plan = plan_offloads(
         joint,
         alias_sets,
@@ -81,10 +87,11 @@ def offload_saved_tensors(
     )
     for storage in plan.storages:
         log.debug("%s %s%s: %s", storage.name, storage.dtype, list(storage.shape), storage.decision)
-    if not plan.offloaded:
+    if plan.offloaded:
+        insert_offloads(joint, alias_sets, plan, candidates, engine=config.engine_config().to_argument())
+        verify_offloads(joint)
+    elif not copied_out:
         return OffloadedStep(forward, backward, plan, before, before)
-    insert_offloads(joint, alias_sets, plan, candidates, engine=config.engine_config().to_argument())
-    verify_offloads(joint)
     after = joint.text()
     log.debug("scheduled joint graph with offloads:\n%s", after)
     new_forward, new_backward = split(joint)

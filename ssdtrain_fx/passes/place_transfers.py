@@ -15,12 +15,12 @@
    first, which is best where the stream is.
 
 3. *Choose.* Take storages in that order, in runs of growing length, and keep what the simulation accepts: within
-   the time allowed, and no higher peak than without it. Where time is short, exchange single storages for as long as
-   that lowers the peak. Then drop what does not help the peak.
+   the time allowed, and no higher peak than without it. Where time is short, a local search moves single storages
+   and positions for as long as that lowers the peak. Then drop what does not help the peak.
 
 Every judgement comes from :func:`~ssdtrain_fx.passes.simulate.simulate`. With n storages and m nodes one simulation is
-O(n log n + m); their number grows with log n, plus at most MAX_REFUSALS for storages that are refused, and at most
-MAX_EXCHANGES.
+O(n log n + m); their number grows with log n, plus at most MAX_REFUSALS for storages that are refused, and what the
+local search may use.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ HASTES = (0.8, 1.0, 2.0, 4.0, float("inf"))
 MAX_REFUSALS = 64
 """Storages that may be refused before the planner gives up on the rest. A guess."""
 
-MAX_EXCHANGES = 300
-"""Exchanges that may be tried. Enough for graphs of two layers to come within 3 % of the optimum."""
+MAX_TRIED_POSITIONS = 300_000
+"""Of the local search: tries times positions. Small graphs are searched well, large ones stay fast. A guess."""
+SMALL_PROBLEM = 12
+"""Movables of a problem whose search starts from many places."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,12 +62,17 @@ class Choice:
 def choose_lowest_peak(problem: TransferProblem, *, max_slowdown: float, hastes: Iterable[float] = HASTES) -> Choice:
     """The lowest peak whose exposed time is at most ``max_slowdown`` of the step; then the fewest storages for it."""
     allowed_s = max_slowdown * problem.step_s
-    best = _choice(problem, [], 1.0)
-    for haste, ranked in _ranks(problem, hastes):
-        found = _grow(problem, ranked, haste, allowed_s=allowed_s, goal_bytes=0)
-        if found.peak_bytes < best.peak_bytes:
-            best = found
-    best = _polish(problem, best, allowed_s=allowed_s)
+    found = [
+        _grow(problem, ranked, haste, allowed_s=allowed_s, goal_bytes=0) for haste, ranked in _ranks(problem, hastes)
+    ]
+    found += _beginnings(problem, hastes, allowed_s=allowed_s)
+    found.sort(key=lambda choice: choice.peak_bytes)  # stable: the smaller haste wins
+    best = found[0]
+    tries = MAX_TRIED_POSITIONS // max(1, len(problem.node_s))
+    for start in found:
+        improved, tries = _improve(problem, start, allowed_s=allowed_s, tries=tries)
+        if improved.peak_bytes < best.peak_bytes:
+            best = improved
     return _thin(problem, best, goal_bytes=best.peak_bytes, allowed_s=allowed_s)
 
 
@@ -95,65 +102,72 @@ def floor_bytes(problem: TransferProblem) -> int:
 def place(problem: TransferProblem, chosen: Iterable[Movable], haste: float) -> dict[int, Placement]:
     """Release and reload positions of ``chosen``, as if the SSD were ``haste`` times as fast."""
     chosen = sorted(chosen, key=lambda movable: (movable.complete, movable.idx))
-    start_s = _start_times(problem, chosen)
-    releases = _place_releases(problem, chosen, start_s, haste)
-    reloads = _place_reloads(problem, chosen, start_s, haste)
+    clock = _Clock.of(problem, chosen)
+    releases = _place_releases(problem, chosen, clock, haste)
+    reloads = _place_reloads(problem, chosen, clock, haste)
     return {movable.idx: Placement(releases[movable.idx], reloads[movable.idx]) for movable in chosen}
 
 
-def _start_times(problem: TransferProblem, chosen: Sequence[Movable]) -> list[float]:
-    """When each node starts if nothing stalls; the time of the ops themselves included. One more entry for the end."""
-    extra_s = [0.0] * (len(problem.node_s) + 1)
-    for movable in chosen:
-        extra_s[movable.complete] += problem.blocks_out_s(movable.size_bytes)
-        extra_s[movable.wait] += problem.blocks_in_s(movable.size_bytes)
-    return list(itertools.accumulate(map(sum, zip((0.0, *problem.node_s), extra_s, strict=True))))
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Clock:
+    """When things happen if nothing stalls, with the time of the ops of the chosen storages."""
+
+    reached_s: list[float]
+    """When the stream comes to a position, where its transfers may stand ..."""
+    start_s: list[float]
+    """... and when it starts the node behind them."""
+
+    @classmethod
+    def of(cls, problem: TransferProblem, chosen: Iterable[Movable]) -> _Clock:
+        extra_s = [0.0] * len(problem.node_s)
+        for movable in chosen:
+            extra_s[movable.complete] += problem.blocks_out_s(movable.size_bytes)
+            extra_s[movable.wait] += problem.blocks_in_s(movable.size_bytes)
+        busy_s = itertools.accumulate(map(sum, zip(problem.node_s, extra_s, strict=True)), initial=0.0)
+        reached_s = list(busy_s)[:-1]
+        return cls(reached_s, [at + more for at, more in zip(reached_s, extra_s, strict=True)])
 
 
-def _place_releases(
-    problem: TransferProblem, chosen: Sequence[Movable], start_s: Sequence[float], haste: float
-) -> dict[int, int]:
+def _place_releases(problem: TransferProblem, chosen: Sequence[Movable], clock: _Clock, haste: float) -> dict[int, int]:
     hardware, marker = problem.hardware, problem.marker
     releases: dict[int, int] = {}
-    copied_s = 0.0
+    copied_s = written_s = 0.0
     queued = 0
-    finished: list[tuple[int, float]] = []
+    writes: list[tuple[int, float]] = []
     """Of each write: bytes queued up to its end, and when it ends."""
     oldest = 0
     for movable in chosen:
-        size_bytes, begin_s = movable.size_bytes, start_s[movable.complete]
+        size_bytes, complete = movable.size_bytes, movable.complete
         queued += size_bytes
-        last_s = finished[-1][1] if finished else 0.0
-        written_s = max(last_s, begin_s - problem.blocks_out_s(size_bytes))
-        written_s += hardware.write.transfer_s(size_bytes) / haste
-        finished.append((queued, written_s))
-        left_s = begin_s
+        written_s = max(written_s, clock.reached_s[complete]) + hardware.write.transfer_s(size_bytes) / haste
+        writes.append((queued, written_s))
+        left_s = clock.start_s[complete]
         if not hardware.copies_block_compute:
-            left_s = max(copied_s, begin_s) + hardware.copy_out.transfer_s(size_bytes) / haste
-        # There is room in staging once all but the last `staging_bytes` are written.
-        while oldest < len(finished) and finished[oldest][0] <= queued - hardware.staging_bytes:
-            oldest += 1
-        if queued > hardware.staging_bytes:
-            end, end_s = finished[min(oldest, len(finished) - 1)]
-            behind_s = (end - (queued - hardware.staging_bytes)) / hardware.write.bytes_per_s / haste
-            left_s = max(left_s, end_s - behind_s)
+            left_s = max(copied_s, left_s) + hardware.copy_out.transfer_s(size_bytes) / haste
+        must_be_written = queued - hardware.staging_bytes
+        if must_be_written > 0:
+            while writes[oldest][0] < must_be_written:
+                oldest += 1
+            end, end_s = writes[oldest]
+            left_s = max(left_s, end_s - (end - must_be_written) / hardware.write.bytes_per_s / haste)
         copied_s = left_s
-        first = bisect.bisect_left(start_s, left_s, movable.earliest_release, marker)
-        releases[movable.idx] = first
+        if movable.earliest_release <= complete and left_s <= clock.start_s[complete]:
+            releases[movable.idx] = complete
+        else:
+            first = max(movable.earliest_release, min(complete + 1, marker))
+            releases[movable.idx] = bisect.bisect_left(clock.reached_s, left_s, first, marker)
     return releases
 
 
-def _place_reloads(
-    problem: TransferProblem, chosen: Sequence[Movable], start_s: Sequence[float], haste: float
-) -> dict[int, int]:
-    hardware, marker = problem.hardware, problem.marker
+def _place_reloads(problem: TransferProblem, chosen: Sequence[Movable], clock: _Clock, haste: float) -> dict[int, int]:
+    reached_s, marker = clock.reached_s, problem.marker
     reloads: dict[int, int] = {}
-    next_begin_s = float("inf")
+    begin_s = float("inf")
     for movable in sorted(chosen, key=lambda movable: (-movable.wait, -movable.idx)):
-        wait_s = start_s[movable.wait] - problem.blocks_in_s(movable.size_bytes)
-        next_begin_s = min(wait_s, next_begin_s) - hardware.read.transfer_s(movable.size_bytes) / haste
-        last = bisect.bisect_right(start_s, next_begin_s, marker + 1, movable.wait + 1) - 1
-        reloads[movable.idx] = min(max(last, marker + 1), movable.wait)
+        begin_s = min(reached_s[movable.wait], begin_s)
+        begin_s -= problem.hardware.read.transfer_s(movable.size_bytes) / haste
+        last = bisect.bisect_right(reached_s, begin_s, marker + 1, movable.wait + 1) - 1
+        reloads[movable.idx] = max(last, marker + 1)
     return reloads
 
 
@@ -188,34 +202,74 @@ def _grow(
     return best
 
 
-def _polish(problem: TransferProblem, choice: Choice, *, allowed_s: float) -> Choice:
-    """Move one storage that covers the peak instead of one or two others, for as long as that lowers the peak."""
+def _beginnings(problem: TransferProblem, hastes: Iterable[float], *, allowed_s: float) -> Iterable[Choice]:
+    """More places for the local search to start from, in small problems: one or two storages."""
+    if len(problem.movables) > SMALL_PROBLEM:
+        return
+    for haste, count in itertools.product(hastes, (1, 2)):
+        for chosen in itertools.combinations(problem.movables, count):
+            found = _choice(problem, chosen, haste)
+            if found.simulation.exposed_s <= allowed_s:
+                yield found
+
+
+def _improve(problem: TransferProblem, choice: Choice, *, allowed_s: float, tries: int) -> tuple[Choice, int]:
+    """Local search: change one or two storages so that the peak falls, for as long as one can be found.
+
+    Returns the best choice and how many of the ``tries`` are left.
+    """
     best = choice
-    tried = 0
+    floor = floor_bytes(problem)
     improved = True
-    while improved and tried < MAX_EXCHANGES:
+    while improved and best.peak_bytes > floor:
         improved = False
-        peak_position = best.simulation.live_bytes.index(best.peak_bytes)
-        chosen = [movable for movable in problem.movables if movable.idx in best.placements]
-        others = [
-            movable
-            for movable in problem.movables
-            if movable.idx not in best.placements and movable.earliest_release <= peak_position < movable.wait
-        ]
-        others.sort(key=lambda movable: (-movable.size_bytes, movable.earliest_release - movable.wait, movable.idx))
-        # The smallest first: they free the most time for the fewest bytes.
-        drops = sorted(chosen, key=lambda movable: (movable.size_bytes, movable.wait - movable.complete, movable.idx))
-        for added, dropped in itertools.product(others, _drops(drops)):
-            if sum(movable.size_bytes for movable in dropped) > added.size_bytes and len(dropped) > 1:
+        for placements in _neighbours(problem, best):
+            if tries == 0:
+                return best, 0
+            tries -= 1
+            if max(live_bytes(problem, placements)) >= best.peak_bytes:
                 continue
-            tried += 1
-            found = _choice(problem, [*(movable for movable in chosen if movable not in dropped), added], best.haste)
-            if found.simulation.exposed_s <= allowed_s and found.peak_bytes < best.peak_bytes:
+            found = Choice(placements, simulate(problem, placements), best.haste)
+            if found.simulation.exposed_s <= allowed_s:
                 best, improved = found, True
                 break
-            if tried >= MAX_EXCHANGES:
-                break
-    return best
+    return best, tries
+
+
+def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, Placement]]:
+    """Placements that take something out of the peak: asked for later, released earlier, moved, or moved instead."""
+    peak_position = choice.simulation.live_bytes.index(choice.peak_bytes)
+    placements = choice.placements
+    by_idx = {movable.idx: movable for movable in problem.movables}
+
+    def squeezed(idx: int, placement: Placement) -> Placement:
+        movable = by_idx[idx]
+        if placement.reload <= peak_position < movable.wait:
+            return Placement(placement.release, peak_position + 1)
+        if max(movable.earliest_release, movable.complete) <= peak_position < placement.release:
+            return Placement(peak_position, placement.reload)
+        return placement
+
+    for idx, placement in placements.items():
+        tighter = squeezed(idx, placement)
+        if tighter != placement:
+            yield {**placements, idx: tighter}
+
+    chosen = [by_idx[idx] for idx in placements]
+    others = [
+        movable
+        for movable in problem.movables
+        if movable.idx not in placements and movable.earliest_release <= peak_position < movable.wait
+    ]
+    others.sort(key=lambda movable: (-movable.size_bytes, movable.earliest_release - movable.wait, movable.idx))
+    # The smallest first: they free the most time for the fewest bytes.
+    drops = sorted(chosen, key=lambda movable: (movable.size_bytes, movable.wait - movable.complete, movable.idx))
+    for added, dropped in itertools.product(others, _drops(drops)):
+        found = place(problem, [*(movable for movable in chosen if movable not in dropped), added], choice.haste)
+        yield found
+        tighter = squeezed(added.idx, found[added.idx])
+        if tighter != found[added.idx]:
+            yield {**found, added.idx: tighter}
 
 
 def _drops(movables: Sequence[Movable]) -> Iterable[tuple[Movable, ...]]:
@@ -263,12 +317,12 @@ def _ranks(problem: TransferProblem, hastes: Iterable[float]) -> Iterable[tuple[
         cost_s = problem.blocks_out_s(movable.size_bytes) + problem.blocks_in_s(movable.size_bytes)
         return (cost_s / max(1, movable.size_bytes), *latest_reuse(movable))
 
-    start_s = _start_times(problem, ())
+    clock = _Clock.of(problem, ())
     for haste in hastes:
         alone: dict[int, Placement] = {}
         for movable in problem.movables:
-            releases = _place_releases(problem, [movable], start_s, haste)
-            reloads = _place_reloads(problem, [movable], start_s, haste)
+            releases = _place_releases(problem, [movable], clock, haste)
+            reloads = _place_reloads(problem, [movable], clock, haste)
             alone[movable.idx] = Placement(releases[movable.idx], reloads[movable.idx])
         first = _rank(problem, sorted(problem.movables, key=latest_reuse), alone)
         yield haste, first

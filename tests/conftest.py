@@ -11,6 +11,14 @@ import torch
 from ssdtrain_fx.runtime import ops
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
+    """This machine is measured for the tests, and what is found does not become the user's profile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSDTRAIN_PROFILE_DIR", str(tmp_path_factory.mktemp("profiles")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fresh_process_state() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
     """No compiled code, engine or random state passes from one test to the next."""

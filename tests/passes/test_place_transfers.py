@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import layered_problem, seeded_problems, transfer_problems
@@ -68,19 +68,20 @@ def test_a_fitting_budget_moves_nothing() -> None:
     assert not choice.placements
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_within_three_percent_of_the_optimum(seed: int) -> None:
-    """Of 50 random problems each. The exact planner's clock is weaker than the simulation, so its placements count
-    where the simulation accepts them; for one problem in a hundred the local search may end in a worse place.
+def test_within_three_percent_of_the_optimum() -> None:
+    """Of 200 random problems. The exact planner's clock is weaker than the simulation, so its placements count where the
+    simulation accepts them; in one problem of fifty the local search may end in a worse place.
     """
-    compared, worse = 0, 0
-    for problem in seeded_problems(50, max_movables=8, max_positions=40, seed=seed):
+    ratios: list[float] = []
+    for problem in itertools.chain.from_iterable(
+        seeded_problems(50, max_movables=8, max_positions=40, seed=seed) for seed in range(4)
+    ):
         choice = choose_lowest_peak(problem, max_slowdown=0.03, hastes=EXACT_HASTES)
         exact = solve_exactly(problem, max_slowdown=0.03, relative_gap=0.001)
         assert choice.peak_bytes >= exact.lower_bound_bytes * (1 - 1e-6)
-        exposed_s = simulate(problem, exact.placements).exposed_s
-        if exposed_s <= 0.03 * problem.step_s * (1 + 1e-6):
-            compared += 1
-            worse += choice.peak_bytes > 1.03 * exact.peak_bytes
-    assert compared >= 35
-    assert worse <= 1
+        if simulate(problem, exact.placements).exposed_s <= 0.03 * problem.step_s * (1 + 1e-6):
+            ratios.append(choice.peak_bytes / exact.peak_bytes if exact.peak_bytes else 1.0)
+    assert len(ratios) >= 150
+    ratios.sort()
+    assert ratios[math.ceil(0.98 * len(ratios)) - 1] <= 1.03
+    assert ratios[-1] <= 1.15

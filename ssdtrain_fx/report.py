@@ -14,7 +14,8 @@ from ssdtrain_fx.aot_eager import compile_with_aot_eager
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.dry_run import compile_to_zeros
 from ssdtrain_fx.passes.pipeline import OffloadedStep
-from ssdtrain_fx.passes.plan import Keep, Plan, SavedStorage
+from ssdtrain_fx.passes.plan import Keep, Peak, Plan, SavedStorage
+from ssdtrain_fx.passes.transfer_problem import TransferProblem
 from ssdtrain_fx.units import format_bytes
 
 
@@ -23,6 +24,8 @@ class GraphReport:
     """One training graph: its plan, and its scheduled joint graph before and after as text."""
 
     plan: Plan
+    problem: TransferProblem
+    """What the plan is an answer to: seconds and bytes of the graph, and the hardware."""
     joint_before: str
     joint_after: str
 
@@ -31,10 +34,39 @@ class GraphReport:
         plan = self.plan
         peaks = f"{format_bytes(plan.peak_before_bytes)} -> {format_bytes(plan.peak_after_bytes)}"
         return (
-            f"predicted activation peak {peaks}; "
+            f"predicted activation peak {peaks}, step time {100 * plan.slowdown:+.1f} %; "
             f"{format_bytes(plan.offloaded_bytes)} out and back per step; "
             f"{len(plan.offloaded)} of {len(plan.storages)} saved storages offloaded"
         )
+
+    def optimality(self, config: OffloadConfig, *, time_limit_s: float = 60) -> str:
+        """One line: how far the plan is from the lowest peak that any placement can reach in the same time.
+
+        Solves the problem exactly, which takes minutes from some fifty storages on; then the bound counts.
+        """
+        from ssdtrain_fx.passes.solve_exactly import solve_exactly  # scipy takes a second to import
+
+        allowed = max(config.max_slowdown, self.plan.slowdown)
+        exact = solve_exactly(self.problem, max_slowdown=allowed, time_limit_s=time_limit_s)
+        found = self.plan.peak_after_bytes
+        above = found / exact.lower_bound_bytes - 1 if exact.lower_bound_bytes else 0.0
+        return (
+            f"exact planner, {100 * allowed:.1f} % of the step time allowed: no placement has a peak below "
+            f"{format_bytes(exact.lower_bound_bytes)}; this plan is at most {100 * above:.1f} % above the optimum"
+        )
+
+    def where(self) -> str:
+        """Where the peak stands before and after, and how far down it could go."""
+        plan = self.plan
+        lines = [
+            f"{name:7}{_describe_peak(peak)}"
+            for name, peak in (("before", plan.peak_before), ("after", plan.peak_after))
+        ]
+        if plan.peak_after_bytes == plan.floor_bytes:
+            lines.append("that is the floor: what is live there is being worked on, or cannot move")
+        else:
+            lines.append(f"floor  {format_bytes(plan.floor_bytes)}, with everything moved at any cost in time")
+        return "\n".join(lines)
 
     def table(self) -> str:
         """One row per saved storage that the graph makes, in the order of forward; inputs are counted below."""
@@ -67,11 +99,17 @@ class Report:
         parts: list[str] = []
         for idx, graph in enumerate(self.graphs):
             title = f"graph {idx} of {len(self.graphs)}: " if len(self.graphs) > 1 else ""
-            parts.append(f"{title}{graph.summary()}\n\n{graph.table()}")
+            parts.append(f"{title}{graph.summary()}\n{graph.where()}\n\n{graph.table()}")
         return "\n\n".join(parts)
 
 
 _HEADER = ("storage", "shape", "dtype", "size", "op", "source", "decision", "reason")
+
+
+def _describe_peak(peak: Peak) -> str:
+    largest = ", ".join(f"{name} {format_bytes(size_bytes)}" for name, size_bytes in peak.largest)
+    source = f" ({peak.source})" if peak.source else ""
+    return f"{format_bytes(peak.size_bytes)} in {peak.phase} at {peak.node}{source}: {largest}, ..."
 
 
 def _row(storage: SavedStorage) -> tuple[str, ...]:
@@ -121,4 +159,4 @@ def explain(model: Callable[..., Any], *inputs: Any, config: OffloadConfig | Non
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(values[name])
-    return Report(tuple(GraphReport(step.plan, step.joint_before, step.joint_after) for step in steps))
+    return Report(tuple(GraphReport(step.plan, step.problem, step.joint_before, step.joint_after) for step in steps))

@@ -1,7 +1,7 @@
 """The pipeline, on one screen: from a partitioned training step to one that offloads.
 
 join -> find_alias_sets -> find_candidates -> copy_out_views
-     -> estimate_node_seconds -> plan_offloads -> insert_offloads -> verify_offloads -> split
+     -> estimate_node_seconds -> pose_problem -> plan_offloads -> insert_offloads -> verify_offloads -> split
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ssdtrain_fx.passes.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.joint_graph import join, split
 from ssdtrain_fx.passes.node_costs import estimate_node_seconds
 from ssdtrain_fx.passes.plan import Plan
-from ssdtrain_fx.passes.plan_offloads import plan_offloads
+from ssdtrain_fx.passes.plan_offloads import plan_offloads, pose_problem
+from ssdtrain_fx.passes.transfer_problem import TransferProblem
 from ssdtrain_fx.passes.verify_offloads import verify_offloads
 from ssdtrain_fx.units import format_bytes
 
@@ -34,6 +35,8 @@ class OffloadedStep:
     forward: fx.GraphModule
     backward: fx.GraphModule
     plan: Plan
+    problem: TransferProblem
+    """What the plan is an answer to."""
     joint_before: str
     joint_after: str
 
@@ -66,12 +69,13 @@ def offload_saved_tensors(
     if copied_out:
         alias_sets = find_alias_sets(joint.graph)
         candidates = find_candidates(joint, alias_sets, min_tensor_bytes=config.min_tensor_bytes)
+    node_s = estimate_node_seconds(joint, alias_sets, hardware, fused=config.inner == "inductor")
+    problem = pose_problem(joint, alias_sets, candidates, node_s=node_s, hardware=hardware)
     plan = plan_offloads(
         joint,
         alias_sets,
         candidates,
-        node_s=estimate_node_seconds(joint, alias_sets, hardware, fused=config.inner == "inductor"),
-        hardware=hardware,
+        problem,
         move_all=config.policy == "all",
         max_slowdown=config.max_slowdown,
         memory_budget_bytes=config.memory_budget_bytes,
@@ -91,8 +95,8 @@ def offload_saved_tensors(
         insert_offloads(joint, alias_sets, plan, candidates, engine=config.engine_config().to_argument())
         verify_offloads(joint)
     elif not copied_out:
-        return OffloadedStep(forward, backward, plan, before, before)
+        return OffloadedStep(forward, backward, plan, problem, before, before)
     after = joint.text()
     log.debug("scheduled joint graph with offloads:\n%s", after)
     new_forward, new_backward = split(joint)
-    return OffloadedStep(new_forward, new_backward, plan, before, after)
+    return OffloadedStep(new_forward, new_backward, plan, problem, before, after)

@@ -1,7 +1,7 @@
 """The planner: (joint graph, what may move, node times, hardware) -> Plan.
 
-It turns the graph into numbers (a :class:`TransferProblem`), lets ``place_transfers`` decide about these, and words the
-outcome: a decision with its reason for every saved storage, and where the peak stands before and after.
+:func:`pose_problem` turns the graph into numbers. :func:`plan_offloads` lets ``place_transfers`` decide about these and
+words the outcome: a decision with its reason for every saved storage, and where the peak stands before and after.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def plan_offloads(
     joint: ScheduledJointGraph,
     alias_sets: AliasSets,
     candidates: Sequence[Candidate],
+    problem: TransferProblem,
     *,
-    node_s: Sequence[float],
-    hardware: Hardware,
     move_all: bool = False,
     max_slowdown: float,
     memory_budget_bytes: int | None = None,
@@ -40,7 +39,7 @@ def plan_offloads(
     """Decide for every candidate, and predict peak and time before and after.
 
     Args:
-        node_s: seconds of every node of the joint graph.
+        problem: what :func:`pose_problem` made of the same graph and candidates.
         move_all: offload every storage that may move, whatever it costs.
         max_slowdown: the lowest peak that adds at most this share to the step is chosen.
         memory_budget_bytes: instead, the peak is brought under this at the least cost, and nothing more is moved.
@@ -49,7 +48,6 @@ def plan_offloads(
         BudgetError: no placement brings the predicted peak under the budget.
     """
     intervals = find_live_intervals(joint.graph, alias_sets)
-    problem = pose_problem(joint, candidates, intervals, node_s=node_s, hardware=hardware)
     floor = floor_bytes(problem)
     before = _find_peak(joint, alias_sets, intervals, {})
     reason_not_moved = KEPT_ELSEWHERE
@@ -86,13 +84,18 @@ def plan_offloads(
 
 def pose_problem(
     joint: ScheduledJointGraph,
+    alias_sets: AliasSets,
     candidates: Sequence[Candidate],
-    intervals: Mapping[int, LiveInterval],
     *,
     node_s: Sequence[float],
     hardware: Hardware,
 ) -> TransferProblem:
-    """What has to be decided, in numbers."""
+    """What has to be decided, in numbers.
+
+    Args:
+        node_s: seconds of every node of the joint graph.
+    """
+    intervals = find_live_intervals(joint.graph, alias_sets)
     positions = joint.positions()
     marker = positions[joint.marker]
     movables = [

@@ -22,7 +22,7 @@ from ssdtrain_fx.passes.candidates import Candidate, find_candidates
 from ssdtrain_fx.passes.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, join
 from ssdtrain_fx.passes.plan import Plan
-from ssdtrain_fx.passes.plan_offloads import plan_offloads
+from ssdtrain_fx.passes.plan_offloads import plan_offloads, pose_problem
 
 ENGINE = "{}"
 """The engine with all defaults: its file has no name and lies in the temp directory."""
@@ -94,12 +94,13 @@ class Analysis:
         budget_bytes: int | None = None,
     ) -> Plan:
         """Every node takes a second; ``disk`` bytes go either way meanwhile. No copies, no staging."""
+        node_s = [1.0] * len(self.joint.graph.nodes)
+        problem = pose_problem(self.joint, self.alias_sets, self.candidates, node_s=node_s, hardware=disk_only(disk))
         return plan_offloads(
             self.joint,
             self.alias_sets,
             self.candidates,
-            node_s=[1.0] * len(self.joint.graph.nodes),
-            hardware=disk_only(disk),
+            problem,
             move_all=policy == "all",
             max_slowdown=max_slowdown,
             memory_budget_bytes=budget_bytes,

@@ -58,10 +58,13 @@ def test_the_report_holds_the_plan_and_both_graphs(inner: str) -> None:
 
 def test_it_prints_the_summary_first_then_the_table() -> None:
     (graph,) = (report := explain_toy()).graphs
-    first, empty, header, rule, *rows = str(report).splitlines()
+    first, before, after, floor, empty, header, rule, *rows = str(report).splitlines()
     assert first == graph.summary()
     assert first.startswith("predicted activation peak ")
     assert f"{len(graph.plan.offloaded)} of {len(graph.plan.storages)} saved storages offloaded" in first
+    assert before.startswith("before ") and after.startswith("after  ")
+    assert " in backward at " in before or " in forward at " in before
+    assert "floor" in floor
     assert empty == ""
     assert header.split() == ["storage", "shape", "dtype", "size", "op", "source", "decision", "reason"]
     assert set(rule) == {"-"}

@@ -69,8 +69,8 @@ def test_a_fitting_budget_moves_nothing() -> None:
 
 
 def test_within_three_percent_of_the_optimum() -> None:
-    """Of 200 random problems. The exact planner's clock is weaker than the simulation, so its placements count where the
-    simulation accepts them; in one problem of fifty the local search may end in a worse place.
+    """Of 200 random problems. The exact planner's clock is weaker than the simulation, so its placements count where
+    the simulation accepts them; in one problem of fifty the local search may end in a worse place.
     """
     ratios: list[float] = []
     for problem in itertools.chain.from_iterable(

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ssdtrain_fx.errors import ConfigError, InternalError
 from ssdtrain_fx.runtime.aio import Aio, AioUnavailableError, KernelAio
-from ssdtrain_fx.runtime.aio_lane import AioLane
+from ssdtrain_fx.runtime.aio_lane import AIO_CHUNK_BYTES, AioLane
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.directory import check_directory
@@ -62,7 +62,7 @@ class Engine:
         open_file: Callable[[str], ChunkFile] = SpillFile,
         open_aio: Callable[[], Aio] = KernelAio,
         cuda: Any = torch.cuda,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
     ) -> None:
         """``handles`` yields numbers that no other engine of this process uses; ``cuda`` stands for ``torch.cuda``.
 
@@ -328,13 +328,18 @@ class Engine:
             return KvikioLane(self._ledger, self._kvikio, KvikioMover(self._cuda))
         mover = CpuMover() if device_type == "cpu" else CudaMover(self._cuda)
         budget_bytes = self.config.host_budget_bytes
-        pool = StagingPool(mover.default_budget_bytes if budget_bytes is None else budget_bytes, self._chunk_bytes)
+        if budget_bytes is None:
+            budget_bytes = mover.default_budget_bytes
         checksum = self.config.checksum
         if device_type == "cpu" and self._file.direct:
             try:
-                return AioLane(self._ledger, self._open_aio(), pool, checksum=checksum)
+                aio = self._open_aio()
             except AioUnavailableError as reason:
                 log.info("native AIO is not available (%s): threads move CPU tensors instead.", reason)
+            else:
+                pool = StagingPool(budget_bytes, self._chunk_bytes or AIO_CHUNK_BYTES)
+                return AioLane(self._ledger, aio, pool, checksum=checksum)
+        pool = StagingPool(budget_bytes, self._chunk_bytes or CHUNK_BYTES)
         return ThreadLane(self._ledger, mover, pool, thread_count=mover.thread_count, checksum=checksum)
 
     def _wait_for_progress(self, lane: Lane, entry: Entry) -> None:

@@ -1,7 +1,8 @@
 """The I/O threads for one kind of device, and what they do with a chunk.
 
-Why threads and not asynchronous file I/O: two threads with large direct transfers reach what the disk can do, and
-neither ``pwrite`` nor ``memmove`` holds the interpreter lock.
+Why threads: they work everywhere, also with buffered files and with devices that have to be waited for. Two threads
+with large direct transfers reach what the disk can do, and neither ``pwrite`` nor ``memmove`` holds the interpreter
+lock. For CPU tensors :mod:`ssdtrain_fx.runtime.aio_lane` is preferred where it works.
 
 Guarantees:
 

@@ -80,6 +80,54 @@ def takes_time(node: fx.Node, alias_sets: AliasSets) -> bool:
     return makes_a_storage or bool(op.written_arguments)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class FusedKernel:
+    """A group of pointwise ops and reductions, as one kernel. Storages by index."""
+
+    last: int
+    """Position of the last member."""
+    reads: tuple[int, ...]
+    """Made by others."""
+    writes: tuple[int, ...]
+    """Made here, and needed by others."""
+    inlined: tuple[int, ...]
+    """Made here for members alone: they never reach memory."""
+
+
+def find_fused_kernels(joint: ScheduledJointGraph, alias_sets: AliasSets) -> tuple[FusedKernel, ...]:
+    """The groups behind :func:`estimate_node_seconds`, in the order of their last members."""
+    facts = [_Fact.of(node, alias_sets) for node in joint.graph.nodes]
+    position_of = {fact.node: position for position, fact in enumerate(facts)}
+    groups = _fuse(facts, position_of, alias_sets)
+    maker: dict[int, int] = {}
+    for fact, group in zip(facts, groups, strict=True):
+        if fact.kind is not _Kind.FREE:
+            maker.update((idx, group) for idx in fact.made)
+    needed = {idx for fact in facts if fact.node.op == "output" for idx, _ in fact.read}
+    members: dict[int, list[int]] = {}
+    for position, (fact, group) in enumerate(zip(facts, groups, strict=True)):
+        if fact.kind is _Kind.FREE:
+            continue
+        needed.update(idx for idx, _ in fact.read if maker.get(idx, group) != group)
+        if fact.kind in _FUSIBLE:
+            members.setdefault(group, []).append(position)
+    kernels: list[FusedKernel] = []
+    for group, positions in members.items():
+        made = [idx for position in positions for idx in facts[position].made]
+        read = dict.fromkeys(
+            idx for position in positions for idx, _ in facts[position].read if maker.get(idx) != group
+        )
+        kernels.append(
+            FusedKernel(
+                last=positions[-1],
+                reads=tuple(read),
+                writes=tuple(idx for idx in made if idx in needed),
+                inlined=tuple(idx for idx in made if idx not in needed),
+            )
+        )
+    return tuple(sorted(kernels, key=lambda kernel: kernel.last))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Fact:
     """What the cost of a node depends on, apart from its neighbours."""

@@ -1,7 +1,8 @@
 """The pipeline, on one screen: from a partitioned training step to one that offloads.
 
 join -> find_alias_sets -> find_candidates -> copy_out_views
-     -> estimate_node_seconds -> pose_problem -> plan_offloads -> insert_offloads -> verify_offloads -> split
+     -> estimate_node_seconds, find_live_intervals -> pose_problem -> plan_offloads
+     -> insert_offloads -> verify_offloads -> split
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.candidates import find_candidates
 from ssdtrain_fx.passes.copy_out_views import copy_out_views
+from ssdtrain_fx.passes.fuse_intervals import fuse_intervals
 from ssdtrain_fx.passes.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.joint_graph import join, split
-from ssdtrain_fx.passes.node_costs import estimate_node_seconds
+from ssdtrain_fx.passes.liveness import find_live_intervals
+from ssdtrain_fx.passes.node_costs import estimate_node_seconds, find_fused_kernels
 from ssdtrain_fx.passes.plan import Plan
 from ssdtrain_fx.passes.plan_offloads import plan_offloads, pose_problem
 from ssdtrain_fx.passes.transfer_problem import TransferProblem
@@ -69,13 +72,18 @@ def offload_saved_tensors(
     if copied_out:
         alias_sets = find_alias_sets(joint.graph)
         candidates = find_candidates(joint, alias_sets, min_tensor_bytes=config.min_tensor_bytes)
-    node_s = estimate_node_seconds(joint, alias_sets, hardware, fused=config.inner == "inductor")
-    problem = pose_problem(joint, alias_sets, candidates, node_s=node_s, hardware=hardware)
+    fused = config.inner == "inductor"
+    node_s = estimate_node_seconds(joint, alias_sets, hardware, fused=fused)
+    intervals = find_live_intervals(joint.graph, alias_sets)
+    if fused:
+        intervals = fuse_intervals(intervals, find_fused_kernels(joint, alias_sets), alias_sets)
+    problem = pose_problem(joint, candidates, intervals, node_s=node_s, hardware=hardware)
     plan = plan_offloads(
         joint,
         alias_sets,
         candidates,
         problem,
+        intervals,
         move_all=config.policy == "all",
         max_slowdown=config.max_slowdown,
         memory_budget_bytes=config.memory_budget_bytes,

@@ -15,7 +15,7 @@ from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.alias_sets import AliasSets
 from ssdtrain_fx.passes.candidates import Candidate
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
-from ssdtrain_fx.passes.liveness import LiveInterval, find_live_intervals, memory_profile
+from ssdtrain_fx.passes.liveness import LiveInterval, memory_profile
 from ssdtrain_fx.passes.place_transfers import Choice, choose_all, choose_cheapest, choose_lowest_peak, floor_bytes
 from ssdtrain_fx.passes.plan import Decision, Keep, Offload, Peak, Plan, SavedStorage
 from ssdtrain_fx.passes.transfer_problem import Movable, Placement, Placements, TransferProblem
@@ -31,6 +31,7 @@ def plan_offloads(
     alias_sets: AliasSets,
     candidates: Sequence[Candidate],
     problem: TransferProblem,
+    intervals: Mapping[int, LiveInterval],
     *,
     move_all: bool = False,
     max_slowdown: float,
@@ -39,7 +40,8 @@ def plan_offloads(
     """Decide for every candidate, and predict peak and time before and after.
 
     Args:
-        problem: what :func:`pose_problem` made of the same graph and candidates.
+        problem: what :func:`pose_problem` made of the same graph, candidates and intervals.
+        intervals: when each storage is live if nothing moves.
         move_all: offload every storage that may move, whatever it costs.
         max_slowdown: the lowest peak that adds at most this share to the step is chosen.
         memory_budget_bytes: instead, the peak is brought under this at the least cost, and nothing more is moved.
@@ -47,7 +49,6 @@ def plan_offloads(
     Raises:
         BudgetError: no placement brings the predicted peak under the budget.
     """
-    intervals = find_live_intervals(joint.graph, alias_sets)
     floor = floor_bytes(problem)
     before = _find_peak(joint, alias_sets, intervals, {})
     reason_not_moved = KEPT_ELSEWHERE
@@ -84,8 +85,8 @@ def plan_offloads(
 
 def pose_problem(
     joint: ScheduledJointGraph,
-    alias_sets: AliasSets,
     candidates: Sequence[Candidate],
+    intervals: Mapping[int, LiveInterval],
     *,
     node_s: Sequence[float],
     hardware: Hardware,
@@ -93,9 +94,9 @@ def pose_problem(
     """What has to be decided, in numbers.
 
     Args:
+        intervals: when each storage is live if nothing moves.
         node_s: seconds of every node of the joint graph.
     """
-    intervals = find_live_intervals(joint.graph, alias_sets)
     positions = joint.positions()
     marker = positions[joint.marker]
     movables = [

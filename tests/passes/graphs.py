@@ -21,6 +21,7 @@ from ssdtrain_fx.passes.alias_sets import AliasSets, find_alias_sets
 from ssdtrain_fx.passes.candidates import Candidate, find_candidates
 from ssdtrain_fx.passes.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, join
+from ssdtrain_fx.passes.liveness import find_live_intervals
 from ssdtrain_fx.passes.plan import Plan
 from ssdtrain_fx.passes.plan_offloads import plan_offloads, pose_problem
 
@@ -95,12 +96,14 @@ class Analysis:
     ) -> Plan:
         """Every node takes a second; ``disk`` bytes go either way meanwhile. No copies, no staging."""
         node_s = [1.0] * len(self.joint.graph.nodes)
-        problem = pose_problem(self.joint, self.alias_sets, self.candidates, node_s=node_s, hardware=disk_only(disk))
+        intervals = find_live_intervals(self.joint.graph, self.alias_sets)
+        problem = pose_problem(self.joint, self.candidates, intervals, node_s=node_s, hardware=disk_only(disk))
         return plan_offloads(
             self.joint,
             self.alias_sets,
             self.candidates,
             problem,
+            intervals,
             move_all=policy == "all",
             max_slowdown=max_slowdown,
             memory_budget_bytes=budget_bytes,

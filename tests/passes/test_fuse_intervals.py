@@ -1,0 +1,70 @@
+"""What fusion does to live intervals, on graphs that can be checked by eye."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from graphs import analyse, capture_step, capture_toy, named
+from torch import Tensor
+
+from ssdtrain_fx.passes.fuse_intervals import fuse_intervals
+from ssdtrain_fx.passes.liveness import LiveInterval, find_live_intervals
+from ssdtrain_fx.passes.node_costs import find_fused_kernels
+
+
+def chain(x: Tensor, w: Tensor) -> Tensor:
+    """One kernel between two products: of ``mul``, ``tanh`` and ``add`` only the last reaches memory."""
+    h = x @ w
+    return ((h * 2).tanh() + 1) @ w
+
+
+def one_op(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).tanh() @ w
+
+
+def fused(
+    function: Callable[..., Tensor] = chain, *, requires_grad: bool = False
+) -> tuple[dict[str, LiveInterval], dict[str, LiveInterval]]:
+    """Intervals by the name of the allocator, without and with fusion."""
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=requires_grad)
+    analysis = analyse(capture_step(function, x, w))
+    storages = analysis.alias_sets.storages
+    plain = find_live_intervals(analysis.joint.graph, analysis.alias_sets)
+    kernels = find_fused_kernels(analysis.joint, analysis.alias_sets)
+    both = (plain, fuse_intervals(plain, kernels, analysis.alias_sets))
+    before, after = ({storages[idx].allocator.name: interval for idx, interval in each.items()} for each in both)
+    return before, after
+
+
+def test_what_lives_in_one_kernel_reaches_no_memory() -> None:
+    before, after = fused()
+    assert {"mm", "mul", "tanh", "add", "mm_1"} <= before.keys()
+    assert "mul" not in after, "made and read in one kernel"
+    assert {"mm", "tanh", "mm_1"} <= after.keys(), "tanh is saved for backward"
+
+
+def test_a_result_takes_over_the_memory_of_an_argument_that_dies() -> None:
+    """``tanh`` is written in place of ``mm``, which nobody reads afterwards: they are never live together."""
+    before, after = fused(one_op)
+    assert before["mm"].end > after["mm"].end == after["tanh"].start
+
+
+def test_what_is_read_again_is_not_overwritten() -> None:
+    """With a gradient for ``w``, ``add`` is read in backward: it stays, as it does without fusion."""
+    before, after = fused(requires_grad=True)
+    assert after["add"] == before["add"]
+
+
+def test_fusion_never_adds_memory() -> None:
+    for name in ("mlp", "attention", "norms", "deep"):
+        analysis = analyse(capture_toy(name))
+        plain = find_live_intervals(analysis.joint.graph, analysis.alias_sets)
+        kernels = find_fused_kernels(analysis.joint, analysis.alias_sets)
+        after = fuse_intervals(plain, kernels, analysis.alias_sets)
+        assert after.keys() <= plain.keys()
+        for idx, interval in after.items():
+            assert plain[idx].start == interval.start <= interval.end <= plain[idx].end
+        for node in (*analysis.joint.saved, *analysis.joint.graph.output_node().all_input_nodes):
+            for idx in analysis.alias_sets.by_node[node]:
+                assert (idx in after) == (idx in plain), f"{named(analysis.joint.graph, node.name)} is held"

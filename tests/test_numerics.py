@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from steps import Autocast, assert_same_bits, counted, small_model, train
+from steps import FAST_DISK, Autocast, assert_same_bits, counted, small_model, train
 
 from ssdtrain_fx import OffloadConfig, backend
 
@@ -32,7 +32,8 @@ def check(
     model, batches = small_model(name, dropout=dropout)
     if autocast:
         model = Autocast(model)
-    config = OffloadConfig(inner=inner, **{"policy": "all", "min_tensor_bytes": 0, **options})
+    # On the machine of the tests "auto" would find that moving such small tensors is not worth the time.
+    config = OffloadConfig(inner=inner, **{"policy": "all", "min_tensor_bytes": 0, "hardware": FAST_DISK, **options})
     with inductor_config.patch(fallback_random=fallback_random):
         expected = train(model, batches, inner)
         done = counted(lambda: assert_same_bits(train(model, batches, backend(config)), expected))
@@ -88,7 +89,9 @@ def test_inductor_with_default_options_on_tensors_that_are_large_enough(name: st
     generator = torch.Generator().manual_seed(1)
     batches = [make_batch(generator) for _ in range(3)]
     expected = train(model, batches, "inductor")
-    done = counted(lambda: assert_same_bits(train(model, batches, "ssdtrain"), expected))
+    done = counted(
+        lambda: assert_same_bits(train(model, batches, backend(OffloadConfig(hardware=FAST_DISK))), expected)
+    )
     assert done.offloads > 0
 
 
@@ -132,7 +135,7 @@ def test_two_configurations_in_one_process_do_not_share_compiled_code() -> None:
 _ANOTHER_PROCESS = """
 import sys
 import torch
-from steps import assert_same_bits, counted, small_model, train
+from steps import FAST_DISK, assert_same_bits, counted, small_model, train
 from ssdtrain_fx import OffloadConfig, backend
 torch.set_num_threads(1)
 model, batches = small_model("encoder", dropout=0.1)

@@ -43,9 +43,10 @@ from ssdtrain_fx.runtime.aio import READ, WRITE, Aio
 from ssdtrain_fx.runtime.lane import BLOCK_S, Lane, crc_error
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
 from ssdtrain_fx.runtime.movers import CpuMover, keep_bytes
-from ssdtrain_fx.runtime.slots import ALIGNMENT_BYTES, round_up
+from ssdtrain_fx.runtime.slots import round_up
 from ssdtrain_fx.runtime.spill_file import bytes_done
 from ssdtrain_fx.runtime.staging import StagingBuffer, StagingPool
+from ssdtrain_fx.runtime.tensor_memory import TensorMemory
 
 AIO_CHUNK_BYTES = 4 << 20
 """Twice that of the threads: every chunk costs the computing thread some Python, which runs with cold caches there. A
@@ -83,6 +84,7 @@ class AioLane(Lane):
         self._writes: collections.deque[_Transfer] = collections.deque()
         self._in_flight: dict[int, _Transfer] = {}
         self._cookies = itertools.count(1)
+        self._tensor_memory = TensorMemory()
         self._reaping = False
         self._closing = False
 
@@ -95,6 +97,7 @@ class AioLane(Lane):
     def enlist_copies(self, entry: Entry) -> None:
         try:
             self._reap()
+            self._tensor_memory.release_idle()  # forward reads nothing back
             self._copies.extend(entry.chunks)
             self._begin()
         except BaseException as failure:
@@ -134,14 +137,10 @@ class AioLane(Lane):
     def allocate(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, byte_count: int
     ) -> Tensor:
-        """A tensor at the start of its storage and of a page, with memory for whole pages. The memory is torch's, so
-        that it is warm again at the next step; NumPy makes a storage of a part of it, which keeps the whole alive."""
+        """A tensor at the start of its storage and of a page, with memory for whole pages."""
         if byte_count == 0:
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
-        owner = torch.empty(round_up(byte_count) + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
-        skip = -owner.data_ptr() % ALIGNMENT_BYTES
-        storage = torch.from_numpy(owner.numpy()[skip : skip + byte_count]).untyped_storage()
-        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, size, stride)
+        return self._tensor_memory.allocate(size, stride, dtype, byte_count)
 
     def close(self) -> None:
         ledger = self._ledger
@@ -157,6 +156,7 @@ class AioLane(Lane):
                 container.clear()
         ledger.tidy()
         self.pool.close()
+        self._tensor_memory.release_idle()
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 

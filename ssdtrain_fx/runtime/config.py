@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Literal
 
-IOPath = Literal["auto", "posix", "kvikio"]
+IOPath = Literal["auto", "posix", "aio", "kvikio"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,7 +60,7 @@ class Engine:
         *,
         handles: Iterator[int] | None = None,
         open_file: Callable[[str], ChunkFile] = SpillFile,
-        open_aio: Callable[[], Aio] = KernelAio,
+        open_aio: Callable[[], Aio] | None = None,
         cuda: Any = torch.cuda,
         chunk_bytes: int | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class Engine:
         self.config = config
         self._handles = itertools.count(1) if handles is None else handles
         self._cuda = cuda
-        self._open_aio = open_aio
+        self._open_aio = KernelAio if open_aio is None and config.io == "aio" else open_aio
         self._chunk_bytes = chunk_bytes
         self._kvikio = import_kvikio(config.io, cuda)
         if self._kvikio is not None and config.checksum:
@@ -331,7 +331,7 @@ class Engine:
         if budget_bytes is None:
             budget_bytes = mover.default_budget_bytes
         checksum = self.config.checksum
-        if device_type == "cpu" and self._file.direct:
+        if device_type == "cpu" and self._file.direct and self._open_aio is not None:
             try:
                 aio = self._open_aio()
             except AioUnavailableError as reason:

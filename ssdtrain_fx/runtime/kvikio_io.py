@@ -42,7 +42,7 @@ class Cuda(Protocol):
 
 def import_kvikio(io: IOPath, cuda: Cuda = torch.cuda) -> Any:
     """The kvikio module if ``io`` wants it, else None. Raises ConfigError if it is wanted and cannot work."""
-    if io == "posix":
+    if io in ("posix", "aio"):
         return None
     usable_gpu = cuda.is_available()
     installed = usable_gpu and importlib.util.find_spec("kvikio") is not None

@@ -29,7 +29,7 @@ import mmap
 from torch import Tensor
 
 CHUNK_BYTES = 2 << 20
-CPU_BUDGET_BYTES = 16 << 20
+CPU_BUDGET_BYTES = 12 << 20
 HUGE_PAGE_BYTES = 2 << 20
 CUDA_BUDGET_BYTES = 1 << 30
 MIN_BUFFERS = 2

@@ -12,6 +12,7 @@ drive has good and bad moments of its own.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import statistics
@@ -246,7 +247,7 @@ def measure_hardware(
             begin("writes beside reads")
             share_when_both = _share_when_both(traffic, effort)
             begin("time on the compute thread")
-            offload, reload = _compute_thread_channels(traffic, effort)
+            offload, reload = _compute_thread_channels(traffic, effort, write, read)
     copy_out, copy_in = offload, reload
     if on_gpu:
         copy_out, copy_in = _copy_channels(target, clock, effort)
@@ -503,14 +504,22 @@ def share_of(one_s: float, other_s: float, both_s: float) -> float:
     return min(1.0, max(0.1, short_s / overlap_s)) if overlap_s > 0 else 1.0
 
 
-def _compute_thread_channels(traffic: _Traffic, effort: _Effort) -> tuple[Channel, Channel]:
-    """Compute-thread time of leaving and of coming back, by size, stalls not included."""
+def _compute_thread_channels(
+    traffic: _Traffic, effort: _Effort, write: Channel, read: Channel
+) -> tuple[Channel, Channel]:
+    """Compute-stream time of leaving and of coming back, by size, stalls not included."""
     small, large = 64 << 10, effort.large_bytes
     times: dict[tuple[str, int], list[float]] = {}
+    beside = _BesideCompute(traffic) if traffic.device.type == "cpu" else None
     for _ in range(effort.kernel_repeats):
         for size in (small, large):
-            times.setdefault(("out", size), []).append(traffic.offload_calls_s(size))
-            times.setdefault(("in", size), []).append(traffic.reload_calls_s(size))
+            if beside is not None:
+                beside.measure(size, write, read)
+            else:
+                times.setdefault(("out", size), []).append(traffic.offload_calls_s(size))
+                times.setdefault(("in", size), []).append(traffic.reload_calls_s(size))
+    if beside is not None:
+        times = {key: [beside.cost_s(*key)] for key in itertools.product(("out", "in"), (small, large))}
 
     def fit(direction: str) -> Channel:
         small_s, large_s = (min(times[direction, size]) for size in (small, large))
@@ -519,6 +528,79 @@ def _compute_thread_channels(traffic: _Traffic, effort: _Effort) -> tuple[Channe
         return fit_channel((small, small_s), (large, large_s))
 
     return fit("out"), fit("in")
+
+
+class _BesideCompute:
+    """What transfers of CPU tensors cost the processor that computes, whichever thread does them.
+
+    Matrix products on all of torch's threads run with and without one transfer beside them, in turns. The difference of
+    the shortest runs holds the ops themselves, the copies, the work of the kernel, and what the I/O threads disturb.
+    """
+
+    COUNT = 4
+    """Transfers of one measurement."""
+
+    def __init__(self, traffic: _Traffic) -> None:
+        self._traffic = traffic
+        self._a = torch.randn(512, 512)
+        self._b = torch.empty(512, 512)
+        self._compute(20)
+        start_s = time.perf_counter()
+        self._compute(20)
+        self._product_s = (time.perf_counter() - start_s) / 20
+        self._runs_s: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        """With transfers, and without."""
+
+    def measure(self, size_bytes: int, write: Channel, read: Channel) -> None:
+        """One run each of transfers out and in."""
+        self._runs_s.setdefault(("out", size_bytes), []).append(self._offload(size_bytes, write))
+        self._runs_s.setdefault(("in", size_bytes), []).append(self._reload(size_bytes, read))
+
+    def cost_s(self, direction: str, size_bytes: int) -> float:
+        """Seconds of compute that one transfer takes."""
+        busy_s, alone_s = (min(runs) for runs in zip(*self._runs_s[direction, size_bytes], strict=True))
+        return max(0.0, busy_s - alone_s) / self.COUNT
+
+    def _offload(self, size_bytes: int, write: Channel) -> tuple[float, float]:
+        tensors = self._traffic.tensors(size_bytes, self.COUNT)
+        self._traffic.settle()
+        products = self._products(size_bytes, write)
+        alone_s = self._alone_s(products)
+        tokens: list[Tensor] = []
+        start_s = time.perf_counter()
+        for x in tensors:
+            token = self._traffic.engine.offload(x, "probe")
+            self._compute(products)
+            tokens.append(self._traffic.engine.release(token, x))
+        return time.perf_counter() - start_s, alone_s
+
+    def _reload(self, size_bytes: int, read: Channel) -> tuple[float, float]:
+        tensors = self._traffic.tensors(size_bytes, self.COUNT)
+        like = tensors[0]
+        tokens = self._traffic.offload(tensors)
+        tensors.clear()
+        self._traffic.settle()
+        products = self._products(size_bytes, read)
+        alone_s = self._alone_s(products)
+        start_s = time.perf_counter()
+        for token in tokens:
+            reloaded = self._traffic.reload([token], like)
+            self._compute(products)
+            self._traffic.wait(reloaded, [token])
+        return time.perf_counter() - start_s, alone_s
+
+    def _products(self, size_bytes: int, channel: Channel) -> int:
+        """Enough to hide one transfer."""
+        return 1 + round(2 * channel.transfer_s(size_bytes) / self._product_s)
+
+    def _alone_s(self, products: int) -> float:
+        start_s = time.perf_counter()
+        self._compute(products * self.COUNT)
+        return time.perf_counter() - start_s
+
+    def _compute(self, products: int) -> None:
+        for _ in range(products):
+            torch.mm(self._a, self._a, out=self._b)
 
 
 MOST_BYTES_PER_S = 1e13

@@ -9,7 +9,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 
 from ssdtrain_fx import _torch_private
-from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.passes.op_targets import RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 
@@ -36,7 +36,7 @@ def compile_with_aot_eager(
             backward,
             num_forward_outputs=kwargs["num_fwd_outputs"],
             config=config,
-            hardware=config.load_hardware(example_inputs),
+            hardware=config.load_hardware(device_of(example_inputs)),
         )
         if observe is not None:
             observe(step)

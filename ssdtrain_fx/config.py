@@ -106,8 +106,8 @@ class OffloadConfig:
                 )
         return cls(**options)
 
-    def load_hardware(self, example_inputs: Sequence[Any]) -> Hardware:
-        """The profile to plan with, for a graph with these inputs: for a GPU as soon as one of them is there.
+    def load_hardware(self, device: str) -> Hardware:
+        """The profile to plan with, for tensors on ``device`` (``cpu`` or ``cuda``).
 
         Raises:
             ConfigError: ``hardware`` names a file that is missing or holds no profile.
@@ -117,8 +117,6 @@ class OffloadConfig:
         if self.hardware is None:
             from ssdtrain_fx.probe import load_hardware
 
-            tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-            device = "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"
             # In a thread of its own: modes belong to threads, and under the FakeTensorMode of a trace nothing is run.
             with ThreadPoolExecutor(1) as pool:
                 return pool.submit(load_hardware, device, self.engine_config().ssd_dir).result()
@@ -138,6 +136,12 @@ class OffloadConfig:
             host_budget_bytes=self.host_budget_bytes,
             checksum=self.checksum,
         )
+
+
+def device_of(example_inputs: Sequence[Any]) -> str:
+    """What a graph with these inputs is planned for: a GPU as soon as one of them is there."""
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    return "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"
 
 
 def _wrong(name: str, found: object, expected: str) -> ConfigError:

@@ -23,7 +23,7 @@ from torch import fx
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx._torch_private import inductor as private
-from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.dry_run import compile_to_zeros
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
@@ -45,16 +45,17 @@ def _source_hash() -> str:
 class OffloadPartitioner(private.CustomPartitionerFn):
     """Partitions as Inductor would, then rewrites the two graphs."""
 
-    def __init__(self, config: OffloadConfig, example_inputs: Sequence[Any], observe: Observer | None = None) -> None:
+    def __init__(self, config: OffloadConfig, device: str, observe: Observer | None = None) -> None:
+        # No tensor may be held here: Inductor deep-copies its settings, and with them this object.
         self.config = config
+        self.device = device
         self.observe = observe
-        self._example_inputs = example_inputs
         self.inner: private.CustomPartitionerFn | None = private.current_setting("custom_partitioner_fn")
 
     @functools.cached_property
     def hardware(self) -> Hardware:
         """Loaded when a graph is to be partitioned; a graph without gradients needs none."""
-        return self.config.load_hardware(self._example_inputs)
+        return self.config.load_hardware(self.device)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -139,7 +140,7 @@ def compile_with_inductor(
     """What ``torch.compile(backend="inductor", mode=mode)`` does, with offloading."""
     private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT)
     patches: dict[str, Any] = {
-        "custom_partitioner_fn": OffloadPartitioner(config, example_inputs, observe),
+        "custom_partitioner_fn": OffloadPartitioner(config, device_of(example_inputs), observe),
         "post_grad_custom_post_pass": KeepLayouts(),
     }
     if mode is not None:
@@ -165,5 +166,5 @@ def trace_with_inductor(
             gm,
             example_inputs,
             inner_compile=inner_compile,
-            config_patches={"custom_partitioner_fn": OffloadPartitioner(config, example_inputs, observe)},
+            config_patches={"custom_partitioner_fn": OffloadPartitioner(config, device_of(example_inputs), observe)},
         )

@@ -42,7 +42,7 @@ def test_an_unknown_option_lists_the_valid_ones() -> None:
     [
         ("inner", "eager", "one of 'inductor', 'aot_eager'"),
         ("policy", "some", "one of 'auto', 'all'"),
-        ("io", "gds", "one of 'auto', 'posix', 'kvikio'"),
+        ("io", "gds", "one of 'auto', 'posix', 'aio', 'kvikio'"),
         ("min_tensor_bytes", -1, "at least 0"),
         ("min_tensor_bytes", "1MiB", "an integer number of bytes"),
         ("min_tensor_bytes", True, "an integer number of bytes"),

@@ -12,6 +12,7 @@ Checked means: the source of that version was read. Only 2.13 is run by the test
 | ``_inductor.lowering``, ``ir``, ``V.graph.additional_buffer_deps`` | 2.13 | the scheduler moves our ops |
 | ``_inductor.output_code.OutputCode.source_code`` | 2.13 | convolution nets: last bits differ |
 | ``_inductor.list_mode_options`` | 2.11 2.13 2.15 | ``mode=`` cannot be honoured |
+| ``meta["inductor_realize_to_strides"]`` | 2.13 | a recomputed tensor may get another layout |
 | ``_functorch._aot_autograd.descriptors`` | 2.13 | graph logs lose labels |
 | ``_dynamo.backends.common.aot_autograd`` | 2.11 2.13 2.15 | no ``inner="aot_eager"`` |
 | ``multiprocessing.reductions.StorageWeakRef`` | 2.11 2.13 2.15 | no alias sets |
@@ -33,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
+    "REALIZE_TO_STRIDES",
     "AOTCompiler",
     "FakeTensor",
     "FakeTensorMode",
@@ -46,6 +48,9 @@ __all__ = [
     "storage_key",
     "tree_leaves",
 ]
+
+REALIZE_TO_STRIDES = "inductor_realize_to_strides"
+"""Key of ``node.meta``: Inductor stores the value with the strides of its metadata."""
 
 AOTCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 

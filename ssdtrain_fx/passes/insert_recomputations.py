@@ -54,7 +54,7 @@ def insert_recomputations(
         first = alias_sets.storages[recomputation.storage_idx].members[0]
         # Inductor: as if it were still returned for backward, or its readers may get it in another layout. Copies
         # inherit it: to backward they are what a saved tensor was.
-        first.meta["inductor_realize_to_strides"] = True
+        first.meta[_torch_private.REALIZE_TO_STRIDES] = True
     nodes = list(joint.graph.nodes)
     in_backward = set(nodes[nodes.index(joint.marker) + 1 :])
     # What is made last in forward comes first: the nodes that make it again then count as readers of its sources.

@@ -6,9 +6,10 @@ Time. Node p of the scheduled joint graph takes ``node_s[p]`` seconds on one com
 ``marker`` is forward. Of a moved storage
 
     offload   stands at ``complete``: it takes ``blocks_out_s`` of the compute stream, and the write may begin
-    release   stands at ``release`` in ``[earliest_release, marker]``; the stream stalls there until it has left
-    reload    stands at ``reload`` in ``[marker + 1, wait]``; the read may begin
-    wait      stands at ``wait``; the stream stalls there until the storage is back, ``blocks_in_s`` included
+    release   stands at ``release`` in ``[earliest_release, marker]``; the stream stalls there until it has left: its
+              last byte is in staging, and all but the last ``staging_bytes`` of what was offloaded are written
+    reload    stands at ``reload`` in ``[marker + 1, wait]``: it takes ``blocks_in_s``, then the read may begin
+    wait      stands at ``wait``; the stream stalls there until the storage is back
 
 Writes run one after the other in the order of ``complete``, reads in the order of ``reload``.
 

@@ -1,0 +1,38 @@
+"""The ``ssdtrain-fx`` command: one file per subcommand."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ssdtrain_fx import __version__
+from ssdtrain_fx.cli.demo import demo
+from ssdtrain_fx.cli.explain import explain
+from ssdtrain_fx.cli.probe import probe
+
+app = typer.Typer(
+    help="Activations on SSD for torch.compile: same gradients to the bit, lower peak memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ssdtrain-fx {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    del version  # its callback has done the work
+
+
+for command in (demo, explain, probe):
+    app.command()(command)

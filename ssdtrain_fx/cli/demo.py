@@ -1,0 +1,87 @@
+"""``ssdtrain-fx demo``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from ssdtrain_fx import demo as demonstration
+from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, progress_columns
+from ssdtrain_fx.measure import Step, Variant, WorkerError, choose_device
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=2, help="Training steps of each run; the first one compiles.")] = 6,
+    layers: Annotated[int | None, typer.Option(min=1, help="Default: fits the machine.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=64, help="A multiple of 64. Default: fits the machine.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Default: fits the machine.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=8, help="Bytes of text. Default: fits the machine.")] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")] = "auto",
+    ssd_dir: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, writable=True, help="Directory on the SSD. Default: see OffloadConfig."
+        ),
+    ] = None,
+    max_slowdown: Annotated[
+        float | None, typer.Option(min=0, help="Share of the step time to give for memory. Default: 0.01, CPU 0.1.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all results here.")] = None,
+    png_path: Annotated[Path, typer.Option("--png", help="Picture of memory over one step.")] = Path(
+        "ssdtrain-demo.png"
+    ),
+    seed: Annotated[int, typer.Option(help="Other weights, other text.")] = 0,
+    backend: Annotated[Variant, typer.Option(hidden=True, help="What to compare with plain Inductor.")] = "ssdtrain",
+) -> None:
+    """Train a byte-level GPT-2 with plain Inductor and with offloading; compare loss, memory and time.
+
+    Exit code: 0 all equal to the bit, 1 a loss or gradient differs, 2 wrong usage, 3 a run failed.
+    """
+    console = Console()
+    if hidden is not None and hidden % 64:
+        raise typer.BadParameter(f"{hidden} is not a multiple of 64 (one attention head each).", param_hint="--hidden")
+    for path in (json_path, png_path):
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"The directory of {path} does not exist.")
+    try:
+        run = demonstration.default_run(choose_device(device))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from error
+    chosen: dict[str, Any] = {"layers": layers, "hidden": hidden, "batch": batch, "sequence": sequence, "seed": seed}
+    run = dataclasses.replace(run, **{name: value for name, value in chosen.items() if value is not None})
+    if ssd_dir is not None:
+        run = dataclasses.replace(run, options={**run.options, "ssd_dir": str(ssd_dir)})
+    if max_slowdown is not None:
+        run = dataclasses.replace(run, options={**run.options, "max_slowdown": max_slowdown})
+
+    with Progress(*progress_columns(), console=console) as progress:
+        bar = progress.add_task("", total=demonstration.count_steps(steps))
+
+        def on_step(description: str, step: Step | None) -> None:
+            if step is not None:
+                description += f", loss {step.loss:.4f}"
+            progress.update(bar, description=description, advance=0 if step is None else 1)
+
+        try:
+            comparison = demonstration.compare(run, steps=steps, offloading=backend, on_step=on_step)
+        except WorkerError as error:
+            progress.stop()
+            console.print("[bold red]A run failed.[/]")
+            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(EXIT_FAILED) from error
+
+    console.print(demonstration.render_table(comparison))
+    demonstration.draw_memory(comparison, png_path)
+    console.print(f"Memory over one step: {png_path.resolve()}", highlight=False, soft_wrap=True)
+    if json_path is not None:
+        json_path.write_text(json.dumps(demonstration.to_json(comparison), indent=2) + "\n")
+        console.print(f"All results: {json_path.resolve()}", highlight=False, soft_wrap=True)
+    if not comparison.equal:
+        console.print("[bold red]The runs do not agree to the bit.[/]")
+        raise typer.Exit(EXIT_DIFFERENT)

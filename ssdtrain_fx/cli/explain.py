@@ -1,0 +1,75 @@
+"""``ssdtrain-fx explain``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from ssdtrain_fx.cli.common import EXIT_FAILED, load_callable
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.errors import BudgetError, ConfigError
+from ssdtrain_fx.report import explain as explain_model
+from ssdtrain_fx.zoo import MODELS, build
+
+
+def explain(
+    model: Annotated[str, typer.Argument(help=f"One of {', '.join(MODELS)}; or module:callable, see below.")],
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    hidden: Annotated[int, typer.Option(min=64)] = 256,
+    batch: Annotated[int, typer.Option(min=1)] = 4,
+    sequence: Annotated[int, typer.Option(min=8, help="Tokens, or pixels along one side of an image.")] = 256,
+    vocab: Annotated[int, typer.Option(min=2)] = 1024,
+    dropout: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
+    max_slowdown: Annotated[float, typer.Option(min=0, help="Share of the step time to give for memory.")] = 0.01,
+    memory_budget_bytes: Annotated[
+        int | None, typer.Option("--budget", min=1, help="Activation peak in bytes to stay under, at the least cost.")
+    ] = None,
+    hardware: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Plan for this profile (from probe --json), not this machine."),
+    ] = None,
+    optimal: Annotated[bool, typer.Option("--optimal", help="Also solve exactly: how far is the plan off?")] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, help="Write the plans here, one per graph.")
+    ] = None,
+) -> None:
+    """Show what would be offloaded in one training step, and why not the rest. Nothing is computed or written.
+
+    module:callable names a function of yours without arguments, which returns the model and a tuple of its inputs.
+
+    Example: ssdtrain-fx explain gpt2 --layers 12 --hidden 384 --batch 8 --max-slowdown 0.05
+
+    Exit code: 0 done, 2 wrong usage, 3 the model cannot be traced or the budget cannot be met.
+    """
+    console = Console()
+    sizes = {"layers": layers, "hidden": hidden, "batch": batch, "sequence": sequence, "vocab": vocab}
+    try:
+        if ":" in model:
+            module, inputs = load_callable(model)()
+        else:
+            module, make_batch = build(model, **sizes, dropout=dropout)
+            inputs = make_batch(torch.Generator().manual_seed(0))
+    except (ValueError, ImportError, AttributeError) as error:
+        raise typer.BadParameter(str(error), param_hint="MODEL") from error
+    config = OffloadConfig(
+        max_slowdown=max_slowdown, memory_budget_bytes=memory_budget_bytes, hardware=hardware, inner="inductor"
+    )
+    try:
+        with console.status("tracing"):
+            report = explain_model(module, *inputs, config=config)
+    except (ConfigError, BudgetError) as error:
+        console.print(str(error), style="bold red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_FAILED) from error
+    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+    if optimal:
+        for graph in report.graphs:
+            with console.status("solving exactly"):
+                line = graph.optimality(config)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if json_path is not None:
+        json_path.write_text("[" + ",\n".join(graph.plan.to_json() for graph in report.graphs) + "]\n")
+        console.print(f"Plans: {json_path.resolve()}", highlight=False, soft_wrap=True, markup=False)

@@ -1,0 +1,116 @@
+"""``ssdtrain-fx probe``."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ssdtrain_fx.cli.common import EXIT_FAILED, progress_columns
+from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.measure import choose_device
+from ssdtrain_fx.probe import MOST_BYTES_PER_S, probe_and_store
+from ssdtrain_fx.reference_rates import ReferenceRates, run_fio
+from ssdtrain_fx.units import format_bytes
+
+
+def probe(
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")] = "auto",
+    ssd_dir: Annotated[
+        Path | None, typer.Option(help="Directory on the SSD. Default: $SSDTRAIN_DIR, else the temporary directory.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the profile here too; - prints it.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds instead of half a minute.")] = False,
+    reference_write: Annotated[
+        float | None, typer.Option(min=0.001, help="Sequential write rate of the drive in GB/s, from its data sheet.")
+    ] = None,
+    reference_read: Annotated[
+        float | None, typer.Option(min=0.001, help="Sequential read rate of the drive in GB/s, from its data sheet.")
+    ] = None,
+) -> None:
+    """Measure this machine and the SSD behind a directory, and keep the profile for the planner.
+
+    Example: ssdtrain-fx probe --ssd-dir /mnt/nvme0 --reference-write 6.9 --reference-read 7.4
+
+    Without references the drive is compared with what fio reaches, where fio is installed. Run it while the machine is
+    otherwise idle. Exit code: 0 measured, 2 wrong usage, 3 it cannot be measured or stored.
+    """
+    to_stdout = json_path == Path("-")
+    console = Console(stderr=to_stdout)
+    if json_path is not None and not to_stdout and not json_path.parent.is_dir():
+        raise typer.BadParameter(f"The directory of {json_path} does not exist.", param_hint="--json")
+    try:
+        chosen = choose_device(device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from error
+    try:
+        with Progress(*progress_columns(), console=console) as progress:
+            bar = progress.add_task("", total=None)
+
+            def on_step(description: str, done: int, total: int) -> None:
+                progress.update(bar, description=description, completed=done, total=total)
+
+            result = probe_and_store(chosen, None if ssd_dir is None else str(ssd_dir), quick=quick, on_step=on_step)
+            reference = ReferenceRates()
+            if reference_write is None or reference_read is None:
+                progress.update(bar, description="fio")
+                reference = run_fio(result.directory) or reference
+            progress.update(bar, description="done")
+    except (ConfigError, OSError) as error:
+        console.print("[bold red]The machine cannot be measured.[/]")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_FAILED) from error
+    given = {
+        "write_bytes_per_s": None if reference_write is None else reference_write * 1e9,
+        "read_bytes_per_s": None if reference_read is None else reference_read * 1e9,
+    }
+    reference = dataclasses.replace(reference, **{name: rate for name, rate in given.items() if rate is not None})
+    console.print(_probe_table(result.hardware, reference))
+    console.print(f"SSD directory: {result.directory}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"Kept in: {result.path}", highlight=False, soft_wrap=True, markup=False)
+    if to_stdout:
+        typer.echo(result.hardware.to_json())
+    elif json_path is not None:
+        json_path.write_text(result.hardware.to_json() + "\n")
+        console.print(f"Profile: {json_path.resolve()}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _probe_table(hardware: Hardware, reference: ReferenceRates) -> Table:
+    """One row per figure of the profile."""
+    table = Table("What", "Measured", "Share of reference", title=f"Hardware profile: {hardware.device}")
+    for column in table.columns[1:]:
+        column.justify = "right"
+
+    def row(what: str, measured: str, rate: float = 0.0, known: float | None = None) -> None:
+        table.add_row(what, measured, "-" if known is None else f"{100 * rate / known:.0f} %")
+
+    for name, rate in hardware.flops_per_s.items():
+        row(name if name.endswith("convolution") else f"{name} matrix product", f"{rate / 1e9:,.1f} GFLOP/s")
+    for name, rate in hardware.elements_per_s.items():
+        row(f"{name} exp, tanh, erf", f"{rate / 1e9:,.2f} G elements/s")
+    row("memory", f"{hardware.memory_bytes_per_s / 1e9:,.1f} GB/s")
+    row("empty kernel", _microseconds(hardware.kernel_s))
+    write, read = hardware.write, hardware.read
+    row("SSD write", f"{write.bytes_per_s / 1e9:.2f} GB/s", write.bytes_per_s, reference.write_bytes_per_s)
+    row("SSD write, latency", _microseconds(write.latency_s))
+    row("SSD read", f"{read.bytes_per_s / 1e9:.2f} GB/s", read.bytes_per_s, reference.read_bytes_per_s)
+    row("SSD read, latency", _microseconds(read.latency_s))
+    row("kept of each when both", f"{100 * hardware.share_when_both:.0f} %")
+    where = "on the compute thread" if hardware.copies_block_compute else "beside compute"
+    for what, channel in (("tensor to staging", hardware.copy_out), ("staging to tensor", hardware.copy_in)):
+        free = channel.bytes_per_s >= MOST_BYTES_PER_S
+        row(f"{what}, {where}", "free" if free else f"{channel.bytes_per_s / 1e9:.1f} GB/s")
+    row("one offload and release", _microseconds(hardware.offload_s))
+    row("one reload and wait", _microseconds(hardware.reload_s))
+    row("staging", format_bytes(hardware.staging_bytes))
+    return table
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:,.1f} µs"

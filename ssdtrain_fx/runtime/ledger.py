@@ -180,6 +180,7 @@ class Ledger:
         self.closed = False
         self.failure: BaseException | None = None
         self.trim_wanted = False
+        self._may_trim = True
         self._peak_end_bytes = 0
         self._warned_of_write_error = False
         self._unreported: OSError | None = None
@@ -276,7 +277,7 @@ class Ledger:
             entry.slot = None
             if self.slots.slots_in_use == 0:
                 peak, self._peak_end_bytes = self._peak_end_bytes, 0
-                self.trim_wanted = self.file.size_bytes > max(TRIM_ABOVE_BYTES, 2 * peak)
+                self.trim_wanted = self._may_trim and self.file.size_bytes > max(TRIM_ABOVE_BYTES, 2 * peak)
 
     def tidy(self) -> None:
         """What must not happen with the lock held: destroy what is in ``trash``, cut the file, warn. Takes the lock."""
@@ -302,9 +303,14 @@ class Ledger:
             tail = self.slots.allocate_from_end(self.file.size_bytes) if wanted else None
         if tail is None:
             return
-        self.file.shrink(tail.offset_bytes, tail.end_bytes)
-        with self.lock:
-            self.slots.free(tail)
+        try:
+            self.file.shrink(tail.offset_bytes, tail.end_bytes)
+        except OSError as error:  # costs disk space, nothing else
+            self._may_trim = False
+            log.warning("cannot cut %s: %s. It keeps its size until the engine is closed.", self.file.path, error)
+        finally:
+            with self.lock:
+                self.slots.free(tail)
 
     def _warn_of_write_error(self) -> None:
         with self.lock:

@@ -14,6 +14,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
@@ -105,7 +106,8 @@ class SpillFile:
             os.posix_fallocate(self._descriptor, self._size_bytes, size_bytes - self._size_bytes)
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
-                os.ftruncate(self._descriptor, self._size_bytes)  # give back what was reserved before it failed
+                with contextlib.suppress(OSError):  # a disk that has gone refuses this too
+                    os.ftruncate(self._descriptor, self._size_bytes)  # give back what was reserved before it failed
                 return error
             try:
                 os.ftruncate(self._descriptor, size_bytes)

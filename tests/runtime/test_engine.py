@@ -1,5 +1,6 @@
 """What the engine does between offload and wait: forwarding, cancelling, checking, counting."""
 
+import errno
 import gc
 import threading
 import weakref
@@ -285,6 +286,29 @@ def test_a_large_file_is_cut_after_use(file: MemoryFile, directory: str, monkeyp
         token = offload(engine, torch.arange(700))  # may land before or beyond the tail that is being cut
         engine.wait_until_idle()
         assert torch.equal(fetch(engine, token, torch.arange(700)), torch.arange(700))
+
+
+def test_a_file_that_cannot_be_cut_keeps_its_size_and_training_goes_on(
+    file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ssdtrain_fx.runtime.ledger.TRIM_ABOVE_BYTES", 8192)
+
+    def refuse(size_bytes: int, from_bytes: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(file, "shrink", refuse)
+    x = torch.arange(10_000)
+    with engine_on(file, directory) as engine:
+        for count in (10_000, 10, 10, 700):  # the file is too large for 10
+            token = offload(engine, x[:count].clone())
+            engine.wait_until_idle()
+            assert torch.equal(fetch(engine, token, x[:count]), x[:count])
+            del token
+            assert engine.statistics().slots_in_use == 0
+        assert engine.statistics().file_bytes == 81920
+    assert [record.getMessage() for record in caplog.records] == [
+        "cannot cut /nowhere/(fake file): [Errno 5] Input/output error. It keeps its size until the engine is closed."
+    ]
 
 
 def test_the_real_file_has_no_name_and_mode_0600(tmp_path: Path) -> None:

@@ -127,6 +127,23 @@ def test_growth_that_fails_is_a_result(tmp_path: Path, monkeypatch: pytest.Monke
     file.close()
 
 
+def test_growth_on_a_disk_that_has_gone_is_a_result_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Giving back what was reserved fails as well."""
+    file = SpillFile(str(tmp_path))
+
+    def gone(*arguments: int) -> None:
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", gone)
+        patch.setattr(os, "ftruncate", gone)
+        error = file.grow(4096)
+    assert error is not None
+    assert error.errno == errno.ENODEV
+    assert file.size_bytes == 0
+    file.close()
+
+
 def test_growth_in_large_steps_falls_back_to_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = SpillFile(str(tmp_path))
     real = os.posix_fallocate

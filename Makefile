@@ -45,7 +45,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/step.py $(ARGS)
+	$(BIN)/ssdtrain-fx bench $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis ssdtrain_fx.egg-info

@@ -21,7 +21,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import re
 import tempfile
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Any, cast
 import torch
 
 from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.machine import cpu_model
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def profile_key(device_name: str, directory: str) -> ProfileKey:
     """The key of this process on this machine, for spill files in ``directory``, which exists."""
     return ProfileKey(
         device=device_name,
-        processor=_processor(),
+        processor=cpu_model(),
         cores=len(os.sched_getaffinity(0)),
         threads=torch.get_num_threads(),
         torch_version=torch.__version__,
@@ -133,15 +133,6 @@ def store_profile(key: ProfileKey, hardware: Hardware, *, replace: bool) -> Hard
 
 
 # -- what identifies the machine ---------------------------------------------------------------------------------------
-
-
-def _processor() -> str:
-    try:
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor()
-    found = re.search(r"^model name\s*:\s*(.*)$", info, re.MULTILINE)
-    return found[1].strip() if found else platform.processor()
 
 
 def _file_system(directory: str) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ssdtrain_fx import __version__
+from ssdtrain_fx.cli.bench import bench
 from ssdtrain_fx.cli.demo import demo
 from ssdtrain_fx.cli.explain import explain
 from ssdtrain_fx.cli.probe import probe
@@ -34,5 +35,5 @@ def _main(
     del version  # its callback has done the work
 
 
-for command in (demo, explain, probe):
+for command in (bench, demo, explain, probe):
     app.command()(command)

@@ -1,12 +1,15 @@
-"""What several commands share: exit codes, progress bars, how a model is named."""
+"""What several commands share: exit codes, progress bars, how a model is named, where JSON goes."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import typer
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -38,3 +41,28 @@ def progress_columns() -> tuple[ProgressColumn, ...]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
+
+
+class JsonTarget:
+    """What `--json PATH` asks for: a file, `-` for stdout, or nothing.
+
+    With `-`, what is for people goes to stderr, so that stdout holds JSON and nothing else.
+
+    Raises:
+        typer.BadParameter: the directory of the file does not exist. Known before any work is done.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._to_stdout = path == Path("-")
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"The directory of {path} does not exist.", param_hint="--json")
+        self.console = Console(stderr=self._to_stdout)
+
+    def write(self, text: str) -> None:
+        """Write `text` where it was asked for, and say so."""
+        if self._to_stdout:
+            typer.echo(text)
+        elif self._path is not None:
+            self._path.write_text(text.rstrip("\n") + "\n")
+            self.console.print(f"JSON: {self._path.resolve()}", highlight=False, soft_wrap=True, markup=False)

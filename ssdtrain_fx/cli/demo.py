@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 
 from ssdtrain_fx import demo as demonstration
-from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, progress_columns
+from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, JsonTarget, progress_columns
 from ssdtrain_fx.measure import Step, Variant, WorkerError, choose_device
 
 
@@ -32,7 +31,7 @@ def demo(
     max_slowdown: Annotated[
         float | None, typer.Option(min=0, help="Share of the step time to give for memory. Default: 0.01, CPU 0.1.")
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write all results here.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all results here; - prints them.")] = None,
     png_path: Annotated[Path, typer.Option("--png", help="Picture of memory over one step.")] = Path(
         "ssdtrain-demo.png"
     ),
@@ -43,12 +42,12 @@ def demo(
 
     Exit code: 0 all equal to the bit, 1 a loss or gradient differs, 2 wrong usage, 3 a run failed.
     """
-    console = Console()
+    target = JsonTarget(json_path)
+    console = target.console
     if hidden is not None and hidden % 64:
         raise typer.BadParameter(f"{hidden} is not a multiple of 64 (one attention head each).", param_hint="--hidden")
-    for path in (json_path, png_path):
-        if path is not None and not path.parent.is_dir():
-            raise typer.BadParameter(f"The directory of {path} does not exist.")
+    if not png_path.parent.is_dir():
+        raise typer.BadParameter(f"The directory of {png_path} does not exist.", param_hint="--png")
     try:
         run = demonstration.default_run(choose_device(device))
     except ValueError as error:
@@ -79,9 +78,7 @@ def demo(
     console.print(demonstration.render_table(comparison))
     demonstration.draw_memory(comparison, png_path)
     console.print(f"Memory over one step: {png_path.resolve()}", highlight=False, soft_wrap=True)
-    if json_path is not None:
-        json_path.write_text(json.dumps(demonstration.to_json(comparison), indent=2) + "\n")
-        console.print(f"All results: {json_path.resolve()}", highlight=False, soft_wrap=True)
+    target.write(json.dumps(demonstration.to_json(comparison), indent=2))
     if not comparison.equal:
         console.print("[bold red]The runs do not agree to the bit.[/]")
         raise typer.Exit(EXIT_DIFFERENT)

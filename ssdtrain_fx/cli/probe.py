@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ssdtrain_fx.cli.common import EXIT_FAILED, progress_columns
+from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, progress_columns
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.measure import choose_device
@@ -41,10 +40,8 @@ def probe(
     Without references the drive is compared with what fio reaches, where fio is installed. Run it while the machine is
     otherwise idle. Exit code: 0 measured, 2 wrong usage, 3 it cannot be measured or stored.
     """
-    to_stdout = json_path == Path("-")
-    console = Console(stderr=to_stdout)
-    if json_path is not None and not to_stdout and not json_path.parent.is_dir():
-        raise typer.BadParameter(f"The directory of {json_path} does not exist.", param_hint="--json")
+    target = JsonTarget(json_path)
+    console = target.console
     try:
         chosen = choose_device(device)
     except ValueError as error:
@@ -74,11 +71,7 @@ def probe(
     console.print(_probe_table(result.hardware, reference))
     console.print(f"SSD directory: {result.directory}", highlight=False, soft_wrap=True, markup=False)
     console.print(f"Kept in: {result.path}", highlight=False, soft_wrap=True, markup=False)
-    if to_stdout:
-        typer.echo(result.hardware.to_json())
-    elif json_path is not None:
-        json_path.write_text(result.hardware.to_json() + "\n")
-        console.print(f"Profile: {json_path.resolve()}", highlight=False, soft_wrap=True, markup=False)
+    target.write(result.hardware.to_json())
 
 
 def _probe_table(hardware: Hardware, reference: ReferenceRates) -> Table:

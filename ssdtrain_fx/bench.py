@@ -1,0 +1,153 @@
+"""Paired comparison of one training step: plain Inductor, Inductor with checkpointing, and ssdtrain.
+
+Every variant runs in a process of its own. For time, the processes take turns (A B C A B C ...) and the median of the
+per-round ratios is reported, so that what else the machine does cancels out. Memory is measured in a second pass, one
+process at a time. Every step has another batch, the same for all variants, and the losses and gradients of every step
+are compared to the bit. (`checkpoint` recomputes what Inductor then fuses differently; where its bits differ, the table
+says so. For `ssdtrain` a difference is an error.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ssdtrain_fx.machine import block_device, cpu_model
+from ssdtrain_fx.measure import Run, Step, Variant, Worker, median_ms, median_ratio, take_turns
+from ssdtrain_fx.runtime.directory import file_system_type
+from ssdtrain_fx.runtime.statistics import Statistics
+from ssdtrain_fx.units import format_bytes
+
+MEMORY_STEPS = 3
+"""Steps of a memory run: the first compiles, the later ones count."""
+BASE: Variant = "inductor"
+"""What every other variant is compared with."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """One variant, measured."""
+
+    run: Run
+    timed: list[Step]
+    sampled: list[Step]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(step.peak_bytes for step in self.sampled[1:])
+
+    def equals(self, base: Result) -> bool:
+        """Same loss and same gradients, to the bit, in every step of both passes."""
+        pairs = [*zip(self.timed, base.timed, strict=True), *zip(self.sampled, base.sampled, strict=True)]
+        return all(a.loss_hex == b.loss_hex and a.gradients == b.gradients for a, b in pairs)
+
+
+def count_steps(runs: Sequence[Run], steps: int) -> int:
+    """Steps that :func:`measure` makes altogether, for a progress bar."""
+    return len(runs) * (steps + MEMORY_STEPS)
+
+
+def measure(runs: Sequence[Run], *, steps: int, on_step: Callable[[Run, Step], None]) -> list[Result]:
+    """Time all runs in turns, then the memory of each. The first run is what the others are compared with.
+
+    Raises:
+        WorkerError: a worker failed.
+    """
+    timed = _in_turns(runs, steps, on_step)
+    sampled = [_in_turns([dataclasses.replace(run, measure="memory")], MEMORY_STEPS, on_step)[0] for run in runs]
+    return [Result(run=run, timed=a, sampled=b) for run, a, b in zip(runs, timed, sampled, strict=True)]
+
+
+def render_table(results: Sequence[Result]) -> Table:
+    """One column per variant."""
+    base = results[0]
+    run = base.run
+    size = f"{run.layers} layers, hidden {run.hidden}, batch {run.batch} x {run.sequence}, dropout {run.dropout}"
+    table = Table(title=f"{run.model}, {size}, {run.dtype}, {run.device}")
+    table.add_column("")
+    for result in results:
+        table.add_column(result.run.variant, justify="right")
+
+    def add_row(name: str, show: Callable[[Result], str], *, end_section: bool = False) -> None:
+        table.add_row(name, *map(show, results), end_section=end_section)
+
+    add_row("step time (median)", lambda result: f"{median_ms(result.timed):,.1f} ms")
+    add_row(
+        f"ratio to {base.run.variant}",
+        lambda result: f"{median_ratio(result.timed, base.timed):.3f}",
+        end_section=True,
+    )
+    add_row("peak memory of a step", lambda result: format_bytes(result.peak_bytes))
+    add_row(
+        f"ratio to {base.run.variant}",
+        lambda result: f"{result.peak_bytes / max(1, base.peak_bytes):.3f}",
+        end_section=True,
+    )
+    add_row("written to SSD, last step", lambda result: format_bytes(_last(result).bytes_written))
+    add_row("read from SSD, last step", lambda result: format_bytes(_last(result).bytes_read))
+    add_row("waiting for the SSD", lambda result: f"{1e3 * _last(result).stall_s:,.1f} ms")
+    add_row("path to the SSD", lambda result: _last(result).io_path, end_section=True)
+    add_row("losses, gradients", lambda result: "-" if result is base else _bits(result, base))
+    return table
+
+
+def _last(result: Result) -> Statistics:
+    return result.timed[-1].statistics
+
+
+def _bits(result: Result, base: Result) -> str:
+    return "equal" if result.equals(base) else "different"
+
+
+def to_json(results: Sequence[Result], ssd_dir: str) -> dict[str, Any]:
+    """Everything that was measured, and on what machine."""
+    base = results[0]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "cpu": cpu_model() or "unknown",
+            "cores": os.cpu_count(),
+            "gpu": torch.cuda.get_device_name() if base.run.device == "cuda" else None,
+            "kernel": platform.release(),
+            "ssd_file_system": file_system_type(ssd_dir),
+            "ssd_block_device": block_device(ssd_dir) or "unknown",
+        },
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "results": [
+            {
+                "run": dataclasses.asdict(result.run),
+                "median_step_ms": median_ms(result.timed),
+                "step_time_ratio": median_ratio(result.timed, base.timed),
+                "peak_bytes": result.peak_bytes,
+                "peak_ratio": result.peak_bytes / max(1, base.peak_bytes),
+                "process_bytes_before_step": result.sampled[-1].start_bytes,
+                "equal_to_inductor": result.equals(base),
+                "step_ms": [step.duration_ms for step in result.timed],
+                "losses_hex": [step.loss_hex for step in result.timed],
+                "gradients_sha256": [step.gradients for step in result.timed],
+                "statistics_last_step": dataclasses.asdict(result.timed[-1].statistics),
+            }
+            for result in results
+        ],
+    }
+
+
+def _in_turns(runs: Sequence[Run], steps: int, on_step: Callable[[Run, Step], None]) -> list[list[Step]]:
+    workers: list[Worker] = []
+    try:
+        for run in runs:
+            workers.append(Worker(run))
+            # One after the other: two that compile or build at once would disturb each other.
+            workers[-1].wait_ready()
+        return take_turns(workers, lambda worker, step: on_step(worker.run, step), steps=steps)
+    finally:
+        for worker in workers:
+            worker.close()

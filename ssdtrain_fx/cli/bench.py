@@ -1,0 +1,127 @@
+"""``ssdtrain-fx bench``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_args
+
+import typer
+from rich.progress import Progress
+
+from ssdtrain_fx.bench import BASE, count_steps, measure, render_table, to_json
+from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, JsonTarget, progress_columns
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.measure import Run, Step, Variant, WorkerError, choose_device
+from ssdtrain_fx.runtime.directory import check_directory
+from ssdtrain_fx.units import format_bytes
+from ssdtrain_fx.zoo import MODELS
+
+
+def bench(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "gpt2",
+    layers: Annotated[int, typer.Option(min=1, help="t5: half of them in the encoder.")] = 12,
+    hidden: Annotated[int, typer.Option(min=64)] = 384,
+    batch: Annotated[int, typer.Option(min=1)] = 8,
+    sequence: Annotated[int, typer.Option(min=8, help="Tokens, or pixels along one side of an image.")] = 512,
+    vocab: Annotated[int, typer.Option(min=2)] = 2048,
+    dropout: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option()] = "float32",
+    variants: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--variant",
+            metavar="|".join(get_args(Variant)),
+            help=f"What to compare with {BASE}, which always runs; may be repeated. Default: ssdtrain and checkpoint.",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Rounds; the first one compiles and does not count.")] = 8,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Other weights, other batches.")] = 0,
+    ssd_dir: Annotated[
+        Path | None, typer.Option(help="Directory on the SSD. Default: $SSDTRAIN_DIR, else the temporary directory.")
+    ] = None,
+    options: Annotated[
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the backend; may be repeated.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all results here; - prints them.")] = None,
+) -> None:
+    """Compare step time, memory and gradients pairwise: plain Inductor, ssdtrain, per-layer checkpointing.
+
+    Example: ssdtrain-fx bench --model bert --sequence 256 --option max_slowdown=0.1 --json bert.json
+
+    Run it while the machine is otherwise idle. Checkpointing may differ in bits, ssdtrain may not.
+
+    Exit code: 0 ssdtrain is equal to the bit, 1 a loss or gradient of it differs, 2 wrong usage, 3 a run failed.
+    """
+    target = JsonTarget(json_path)
+    console = target.console
+    chosen = dict.fromkeys((BASE, *(variants or ("ssdtrain", "checkpoint"))))
+    for hint, names, valid in (("--model", (model,), tuple(MODELS)), ("--variant", chosen, get_args(Variant))):
+        for name in names:
+            if name not in valid:
+                raise typer.BadParameter(f"{name!r} is not one of {', '.join(valid)}.", param_hint=hint)
+    try:
+        chosen_options = _parse_options(options or [])
+        if ssd_dir is not None:
+            chosen_options["ssd_dir"] = str(ssd_dir.resolve())
+        OffloadConfig.from_options(chosen_options)
+        directory = check_directory(chosen_options.get("ssd_dir"))
+        run = Run(
+            model=model,
+            layers=layers,
+            hidden=hidden,
+            batch=batch,
+            sequence=sequence,
+            vocab=vocab,
+            dropout=dropout,
+            dtype=dtype,
+            device=choose_device(device),
+            seed=seed,
+            options=chosen_options,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    runs = [dataclasses.replace(run, variant=cast(Variant, variant)) for variant in chosen]
+
+    with Progress(*progress_columns(), console=console) as progress:
+        bar = progress.add_task("compiling", total=count_steps(runs, steps))
+
+        def on_step(run: Run, step: Step) -> None:
+            memory = f"  peak {format_bytes(step.peak_bytes)}" if run.measure == "memory" else ""
+            line = f"{run.measure:6} step {step.index}  {run.variant:10} {step.duration_ms:9,.1f} ms"
+            progress.console.print(f"{line}  loss {step.loss:.6f}{memory}", style="dim", highlight=False)
+            progress.update(bar, description=f"{run.measure}, {run.variant}", advance=1)
+
+        try:
+            results = measure(runs, steps=steps, on_step=on_step)
+        except WorkerError as error:
+            progress.stop()
+            console.print("[bold red]A run failed.[/]")
+            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(EXIT_FAILED) from error
+
+    console.print(render_table(results))
+    target.write(json.dumps(to_json(results, directory), indent=2))
+    if any(result.run.variant == "ssdtrain" and not result.equals(results[0]) for result in results):
+        console.print("[bold red]ssdtrain does not agree with plain Inductor to the bit.[/]")
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _parse_options(pairs: list[str]) -> dict[str, Any]:
+    """`NAME=VALUE` each, the value as JSON; what is not JSON is taken as text.
+
+    Raises:
+        ValueError: there is no "=".
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise ValueError(f"--option {pair!r} has no '='; expected NAME=VALUE.")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return options

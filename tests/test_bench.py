@@ -1,0 +1,144 @@
+"""`ssdtrain-fx bench`: what is compared with what, and what it says when they differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ssdtrain_fx import bench
+from ssdtrain_fx.cli import app
+from ssdtrain_fx.measure import Run, Step, WorkerError
+from ssdtrain_fx.runtime.statistics import Statistics
+from tests.test_cli import run_command
+
+DURATION_MS = {"inductor": 100.0, "ssdtrain": 105.0, "checkpoint": 130.0}
+PEAK_BYTES = {"inductor": 1000, "ssdtrain": 200, "checkpoint": 400}
+STEPS = 4
+
+
+class FakeWorker:
+    """Takes the times above; the first step takes ten times as long, as one that compiles does."""
+
+    opened: list[tuple[str, str]] = []  # noqa: RUF012 -- replaced for every test
+    loss: Callable[[Run, int], float] = staticmethod(lambda run, index: 1.0 + index)
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.steps_done = run, 0
+        type(self).opened.append((run.measure, run.variant))
+
+    def wait_ready(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def step(self) -> Step:
+        index, variant = self.steps_done, self.run.variant
+        self.steps_done += 1
+        return Step(
+            index=index,
+            loss_hex=type(self).loss(self.run, index).hex(),
+            gradients=f"gradients {index}",
+            duration_ms=DURATION_MS[variant] * (10 if index == 0 else 1),
+            start_bytes=7,
+            peak_bytes=PEAK_BYTES[variant] * (10 if index == 0 else 1),
+            samples=[],
+            statistics=Statistics(bytes_written=64 if variant == "ssdtrain" else 0),
+        )
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
+    fresh = type("FreshWorker", (FakeWorker,), {"opened": []})
+    monkeypatch.setattr(bench, "Worker", fresh)
+    return fresh
+
+
+def run_bench(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "--device", "cpu", "--steps", str(STEPS), *arguments])
+
+
+def test_every_variant_is_timed_first_and_then_sampled_and_compared_with_inductor(worker: type[FakeWorker]) -> None:
+    done = run_bench("--json", "-")
+    assert done.exit_code == 0, done.output
+    written = json.loads(done.stdout)
+    variants = ["inductor", "ssdtrain", "checkpoint"]
+    assert worker.opened == [(measure, variant) for measure in ("time", "memory") for variant in variants]
+    results = {result["run"]["variant"]: result for result in written["results"]}
+    assert list(results) == variants
+    assert results["ssdtrain"]["step_time_ratio"] == pytest.approx(1.05)
+    assert results["ssdtrain"]["peak_ratio"] == pytest.approx(0.2)
+    assert results["ssdtrain"]["equal_to_inductor"] is True
+    assert results["ssdtrain"]["statistics_last_step"]["bytes_written"] == 64
+    assert results["checkpoint"]["step_ms"] == [1300.0, 130.0, 130.0, 130.0]
+    assert set(written) == {"date", "machine", "python", "torch", "results"}
+
+
+def test_a_variant_is_chosen_and_inductor_always_runs(worker: type[FakeWorker]) -> None:
+    assert run_bench("--variant", "checkpoint").exit_code == 0
+    assert {variant for _, variant in worker.opened} == {"inductor", "checkpoint"}
+
+
+@pytest.mark.parametrize(("variant", "exit_code"), [("ssdtrain", 1), ("checkpoint", 0)])
+def test_one_differing_bit_is_an_error_for_ssdtrain_only(
+    worker: type[FakeWorker], variant: str, exit_code: int
+) -> None:
+    worker.loss = staticmethod(lambda run, index: 1.0 + 2**-52 * (run.variant == variant and index == 2))
+    done = run_bench()
+    assert done.exit_code == exit_code
+    assert "different" in done.output
+    assert ("does not agree" in done.output) == (exit_code == 1)
+
+
+def test_a_worker_that_fails_is_shown_with_exit_code_3(
+    worker: type[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: FakeWorker) -> Step:
+        raise WorkerError("The worker wrote: no space left")
+
+    monkeypatch.setattr(worker, "step", fail)
+    done = run_bench()
+    assert done.exit_code == 3
+    assert "no space left" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "gpt3"), "'gpt3' is not one of gpt2"),
+        (("--steps", "1"), "Invalid value for '--steps'"),
+        (("--option", "policy"), "has no '='; expected NAME=VALUE"),
+        (("--option", "polizy=all"), "polizy"),
+        (("--ssd-dir", "/nowhere/at/all"), "does not exist"),
+        (("--json", "/nowhere/at/all.json"), "The directory of /nowhere/at/all.json does not exist"),
+        (("--variant", "magic"), "'magic' is not one of"),
+    ],
+)
+def test_a_wrong_option_is_named_and_nothing_runs(
+    worker: type[FakeWorker], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    done = run_bench(*arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+    assert worker.opened == []
+
+
+@pytest.mark.slow
+def test_a_real_run_is_equal_to_the_bit_and_moves_bytes(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    size = ("--layers", "2", "--hidden", "64", "--batch", "2", "--sequence", "64", "--vocab", "64")
+    options = ("--option", "policy=all", "--option", "min_tensor_bytes=4096", "--ssd-dir", str(tmp_path))
+    done = run_command(
+        "bench", "--device", "cpu", "--steps", "2", "--variant", "ssdtrain", *size, *options, "--json", str(results)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain, offloading = json.loads(results.read_text())["results"]
+    assert plain["losses_hex"] == offloading["losses_hex"]
+    assert plain["gradients_sha256"] == offloading["gradients_sha256"]
+    assert offloading["statistics_last_step"]["offloads"] > 0

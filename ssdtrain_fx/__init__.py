@@ -4,7 +4,7 @@ from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.dynamo_backend import backend
 from ssdtrain_fx.errors import ActivationLostError, BudgetError, ConfigError, InternalError, SSDTrainError
 from ssdtrain_fx.report import Report, explain
-from ssdtrain_fx.runtime.ops import statistics
+from ssdtrain_fx.runtime.ops import statistics, trace
 from ssdtrain_fx.runtime.statistics import Statistics
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "backend",
     "explain",
     "statistics",
+    "trace",
 ]
 
 __version__ = "0.1.0"

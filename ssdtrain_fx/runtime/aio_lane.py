@@ -33,6 +33,7 @@ import ctypes
 import errno
 import itertools
 import os
+import time
 import zlib
 from collections.abc import Sequence
 
@@ -56,7 +57,7 @@ BERT step took 1.09 instead of 1.11 times that of plain Inductor (2 cores, few r
 class _Transfer:
     """One chunk between memory and the file. ``fill`` is set for reads, ``buffer`` for writes."""
 
-    __slots__ = ("address", "buffer", "chunk", "done", "fill", "offset", "opcode", "total")
+    __slots__ = ("address", "began_ns", "buffer", "chunk", "done", "fill", "offset", "opcode", "total")
 
     def __init__(self, chunk: Chunk, address: int, fill: Fill | None, buffer: StagingBuffer | None) -> None:
         slot = chunk.entry.slot
@@ -69,6 +70,7 @@ class _Transfer:
         self.offset = slot.offset_bytes + chunk.start
         self.total = round_up(chunk.length)
         self.done = 0
+        self.began_ns = 0
 
 
 class AioLane(Lane):
@@ -190,19 +192,24 @@ class AioLane(Lane):
         else:
             assert source is not None
             held_at = source.address + chunk.start
+        began_ns = time.perf_counter_ns()
         ctypes.memmove(address, held_at, chunk.length)
         self._count_forwarded(fill, chunk)
+        self._trace("forward", chunk, began_ns)
         self._read_is_over(fill, chunk)
 
     def _copy_out(self, chunk: Chunk, buffer: StagingBuffer) -> None:
         entry = chunk.entry
         source = entry.source
         assert source is not None
+        began_ns = time.perf_counter_ns()
         ctypes.memmove(buffer.address, source.address + chunk.start, chunk.length)
         if self._checksum:
             chunk.checksum = zlib.crc32(buffer.view[: chunk.length])
         chunk.staging, chunk.state = buffer, ChunkState.STAGED
         self._writes.append(_Transfer(chunk, buffer.address, None, buffer))
+        self._trace("copy", chunk, began_ns)
+        self._trace_levels()
         entry.uncopied -= 1
         self._ledger.source_is_safe(chunk)
 
@@ -221,6 +228,7 @@ class AioLane(Lane):
             if error is None:
                 cookie = next(self._cookies)
                 in_flight[cookie] = transfer
+                transfer.began_ns = transfer.began_ns or time.perf_counter_ns()
                 try:
                     accepted = aio.submit(
                         transfer.opcode,
@@ -311,6 +319,7 @@ class AioLane(Lane):
                 ledger.note_write_error(error)
             chunk.staging = None
             self.pool.drop_user(buffer)
+            self._trace("write", chunk, transfer.began_ns, error, asynchronous=True)
             self._written(chunk, kept)
             return
         if error is not None:
@@ -320,6 +329,7 @@ class AioLane(Lane):
                 data = (ctypes.c_char * chunk.length).from_address(transfer.address)
                 fill.error = fill.error or crc_error(chunk, memoryview(data))
             ledger.counters.bytes_read += chunk.length
+        self._trace("read", chunk, transfer.began_ns, error, asynchronous=True)
         self._read_is_over(fill, chunk)
 
     def _read_is_over(self, fill: Fill, chunk: Chunk) -> None:

@@ -44,6 +44,7 @@ from ssdtrain_fx.runtime.staging import CHUNK_BYTES, StagingPool
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.tokens import Owner, handle_of, make_token
+from ssdtrain_fx.runtime.trace import Trace, traced
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class Engine:
 
     # -- the ops -------------------------------------------------------------------------------------------------------
 
+    @traced
     def offload(self, x: Tensor, name: str) -> Tensor:
         """Start moving ``x`` to the file. ``x`` must stay allocated and unwritten until :meth:`release` returns."""
         ledger = self._ledger
@@ -125,6 +127,7 @@ class Engine:
         ledger.tidy()
         return make_token(owner)
 
+    @traced
     def release(self, token: Tensor, x: Tensor) -> Tensor:
         """Wait until every byte has left ``x``; its memory may be reused afterwards."""
         ledger = self._ledger
@@ -144,7 +147,10 @@ class Engine:
                 start_s = time.perf_counter()
                 while entry.uncopied:
                     self._wait_for_progress(lane, entry)
-                ledger.counters.release_stall_s += time.perf_counter() - start_s
+                stall_s = time.perf_counter() - start_s
+                ledger.counters.release_stall_s += stall_s
+                if ledger.trace is not None:
+                    ledger.trace.add_stall(entry, stall_s)
             copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]
             if not copied:
                 ledger.drop_source(entry)
@@ -158,6 +164,7 @@ class Engine:
         assert owner is not None  # `token` holds it
         return make_token(owner)
 
+    @traced
     def reload(
         self,
         token: Tensor,
@@ -199,6 +206,7 @@ class Engine:
         ledger.tidy()
         return y
 
+    @traced
     def wait(self, y: Tensor, token: Tensor) -> None:
         """Return when ``y`` is filled, as seen by the current stream. Raises ActivationLostError if it cannot be."""
         ledger = self._ledger
@@ -221,7 +229,10 @@ class Engine:
                 start_s = time.perf_counter()
                 while fill.unissued:
                     self._wait_for_progress(lane, entry)
-                ledger.counters.wait_stall_s += time.perf_counter() - start_s
+                stall_s = time.perf_counter() - start_s
+                ledger.counters.wait_stall_s += stall_s
+                if ledger.trace is not None:
+                    ledger.trace.add_stall(entry, stall_s)
         ledger.tidy()
         if fill.error is not None:
             raise lost(entry, self._file.path, fill.error) from fill.error
@@ -264,6 +275,19 @@ class Engine:
         ledger.tidy()
         return statistics
 
+    @property
+    def trace(self) -> Trace | None:
+        """What records the events of this engine."""
+        return self._ledger.trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self._ledger.trace = trace
+
+    def find_entry(self, token: Tensor) -> Entry | None:
+        """What is known of the tensor behind ``token``."""
+        return self._ledger.entries.get(handle_of(token))
+
     def wait_until_idle(self) -> None:
         """Return when nothing is in flight."""
         ledger = self._ledger
@@ -305,10 +329,9 @@ class Engine:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _entry(self, op: str, token: Tensor) -> Entry:
-        handle = handle_of(token)
-        entry = self._ledger.entries.get(handle)
+        entry = self.find_entry(token)
         if entry is None:
-            raise InternalError(f"{op}: the token holds handle {handle}, which this engine does not know")
+            raise InternalError(f"{op}: the token holds handle {handle_of(token)}, which this engine does not know")
         return entry
 
     def _lane(self, device_type: str) -> Lane:

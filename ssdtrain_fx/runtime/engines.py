@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from ssdtrain_fx.errors import ActivationLostError, InternalError
+from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.tokens import handle_of
+from ssdtrain_fx.runtime.trace import Trace
 
 
 def _open_engine(config: EngineConfig, handles: Iterator[int]) -> Engine:
@@ -41,6 +42,7 @@ class Engines:
         self._forked_at = 0
         self._closed_at = 0
         self._inherited: list[Engine] = []
+        self._trace: Trace | None = None
 
     def open(self, argument: str) -> Engine:
         """The engine for ``EngineConfig.from_argument(argument)``."""
@@ -52,6 +54,7 @@ class Engines:
             engine = self._by_config.get(config)
             if engine is None:
                 engine = self._by_config[config] = self._open_engine(config, self._handles)
+                engine.trace = self._trace
             self._by_argument[argument] = engine
         return engine
 
@@ -79,6 +82,22 @@ class Engines:
             engines = tuple(self._by_config.values())
         return sum((engine.statistics() for engine in engines), start=Statistics())
 
+    def start_trace(self, trace: Trace) -> None:
+        """Record what all engines do, those to be opened included. Raises ConfigError where another trace does."""
+        with self._lock:
+            if self._trace is not None:
+                raise ConfigError("trace: one is being recorded already. Leave its `with` block first.")
+            self._set_trace(trace)
+
+    def stop_trace(self) -> None:
+        with self._lock:
+            self._set_trace(None)
+
+    def _set_trace(self, trace: Trace | None) -> None:
+        self._trace = trace
+        for engine in self._by_config.values():
+            engine.trace = trace
+
     def close(self) -> None:
         """Close all engines. The next offload opens new ones."""
         with self._lock:
@@ -95,4 +114,5 @@ class Engines:
         self._inherited.extend(self._by_config.values())  # never destroyed, so that nothing of them runs here
         self._by_argument = {}
         self._by_config = {}
+        self._trace = None
         self._forked_at = next(self._handles)

@@ -15,6 +15,7 @@ import errno
 import functools
 import importlib
 import importlib.util
+import time
 from typing import Any, Protocol
 
 import torch
@@ -122,6 +123,7 @@ class KvikioLane(ThreadLane):
         self.mover.wait_host(entry.ready)
         data = source.as_bytes()[chunk.start : chunk.start + chunk.length]
         offset_bytes = slot.offset_bytes + chunk.start
+        began_ns = time.perf_counter_ns()
         error = self._ledger.file.grow(offset_bytes + round_up(chunk.length))
         if error is None:
             try:
@@ -136,6 +138,7 @@ class KvikioLane(ThreadLane):
             self._ledger.tidy()
         with self._ledger.lock:
             self._ledger.source_is_safe(chunk)
+            self._trace("write", chunk, began_ns, error)
             self._written(chunk, kept)
             self._copied(chunk)
 
@@ -146,6 +149,7 @@ class KvikioLane(ThreadLane):
         slot = chunk.entry.slot
         assert slot is not None
         self.mover.wait_host(fill.ready)
+        began_ns = time.perf_counter_ns()
         try:
             self._device_file.read(
                 target.as_bytes()[chunk.start : chunk.start + chunk.length], slot.offset_bytes + chunk.start
@@ -153,8 +157,10 @@ class KvikioLane(ThreadLane):
         except OSError as error:
             with self._ledger.lock:
                 fill.error = fill.error or error
+                self._trace("read", chunk, began_ns, error)
                 self._issued(fill, chunk, None, None)
             return
         with self._ledger.lock:
             self._ledger.counters.bytes_read += chunk.length
+            self._trace("read", chunk, began_ns)
             self._issued(fill, chunk, None, None)

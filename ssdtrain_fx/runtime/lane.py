@@ -90,11 +90,25 @@ class Lane(abc.ABC):
             counters.kept_bytes += chunk.length
             chunk.entry.has_kept = True
         self._ledger.settle(chunk.entry, chunk.length)
+        self._trace_levels()
 
     def _count_forwarded(self, fill: Fill, chunk: Chunk) -> None:
         self._ledger.counters.forwarded += not fill.forwarded
         self._ledger.counters.forwarded_bytes += chunk.length
         fill.forwarded = True
+
+    def _trace(
+        self, name: str, chunk: Chunk, began_ns: int, error: BaseException | None = None, *, asynchronous: bool = False
+    ) -> None:
+        """``chunk`` has been moved since ``began_ns`` (``time.perf_counter_ns``)."""
+        trace = self._ledger.trace
+        if trace is not None:
+            trace.add_transfer(name, began_ns, chunk, error, asynchronous=asynchronous)
+
+    def _trace_levels(self) -> None:
+        trace = self._ledger.trace
+        if trace is not None:
+            trace.add_levels(staging_bytes=self.pool.used_bytes, in_flight_bytes=self._ledger.counters.in_flight_bytes)
 
     def _finish_read(self, fill: Fill, chunk: Chunk, buffer: StagingBuffer | None) -> None:
         if buffer is not None:
@@ -104,6 +118,7 @@ class Lane(abc.ABC):
             self._ledger.trash.append(fill.target)
             fill.target = None
         self._ledger.settle(fill.entry, chunk.length)
+        self._trace_levels()
 
 
 def crc_error(chunk: Chunk, data: memoryview) -> ChecksumError | None:

@@ -33,6 +33,7 @@ from ssdtrain_fx.runtime.slots import Slot, SlotAllocator
 from ssdtrain_fx.runtime.spill_file import ChunkFile
 from ssdtrain_fx.runtime.staging import StagingBuffer
 from ssdtrain_fx.runtime.tokens import Owner
+from ssdtrain_fx.runtime.trace import Trace
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +178,8 @@ class Ledger:
         """Filled by finalisers, without the lock."""
         self.trash: collections.deque[object] = collections.deque()
         """Emptied without the lock."""
+        self.trace: Trace | None = None
+        """What records events, where somebody wants to see them."""
         self.closed = False
         self.failure: BaseException | None = None
         self.trim_wanted = False

@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from torch import Tensor
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.tickets import Tickets
+from ssdtrain_fx.runtime.trace import record
 
 _engines = Engines()
 _tickets = Tickets()
@@ -121,6 +123,22 @@ for _name, _real, _fake in (
 def statistics() -> Statistics:
     """What all engines of this process did and hold."""
     return _engines.statistics()
+
+
+def trace(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    """Record every offload, release, reload, wait and transfer of this process, for Perfetto or chrome://tracing.
+
+        with ssdtrain_fx.trace("steps.json"):
+            for batch in batches[:3]:
+                model(batch).backward()
+
+    The file is written when the body is left, also by an exception. Meant for a few steps: events are kept in memory.
+    Times and threads are those of ``torch.profiler``, so the ``traceEvents`` of both may be put into one file.
+
+    Raises:
+        ConfigError: the file cannot be written, or another trace is being recorded. Nothing of the body has run.
+    """
+    return record(path, _engines)
 
 
 def close() -> None:

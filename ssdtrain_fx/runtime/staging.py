@@ -73,6 +73,11 @@ class StagingPool:
         """Memory that the pool holds."""
         return len(self._all) * self.chunk_bytes
 
+    @property
+    def used_bytes(self) -> int:
+        """Memory of the buffers that are acquired."""
+        return (len(self._all) - len(self._free)) * self.chunk_bytes
+
     def acquire(self) -> StagingBuffer | None:
         """A buffer with one user, the warmest first; None when all are in use."""
         if self._free:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import collections
 import functools
 import threading
+import time
 import zlib
 from collections.abc import Callable
 
@@ -220,12 +221,15 @@ class ThreadLane(Lane):
 
     def _copy_out(self, chunk: Chunk, source: Region, buffer: StagingBuffer) -> None:
         entry = chunk.entry
+        began_ns = time.perf_counter_ns()
         copied = self.mover.copy_out(source, chunk.start, chunk.length, buffer, entry.ready)
         with self._ledger.lock:
             chunk.staging, chunk.copied, chunk.state = buffer, copied, ChunkState.STAGED
             if copied is None:
                 self._ledger.source_is_safe(chunk)
             self._writes.append(chunk)
+            self._trace("copy", chunk, began_ns)
+            self._trace_levels()
             self._copied(chunk)
 
     def _write(self, chunk: Chunk, buffer: StagingBuffer) -> None:
@@ -233,6 +237,7 @@ class ThreadLane(Lane):
         assert slot is not None
         if self._checksum:
             chunk.checksum = zlib.crc32(buffer.view[: chunk.length])
+        began_ns = time.perf_counter_ns()
         error = self._write_to_file(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
         kept = None
         if error is not None:
@@ -243,6 +248,7 @@ class ThreadLane(Lane):
         with ledger.lock:
             chunk.staging = None
             self.pool.drop_user(buffer)
+            self._trace("write", chunk, began_ns, error)
             self._written(chunk, kept)
             self._work.notify()
 
@@ -260,6 +266,7 @@ class ThreadLane(Lane):
     def _read(self, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer) -> None:
         slot = chunk.entry.slot
         assert slot is not None
+        began_ns = time.perf_counter_ns()
         try:
             self._ledger.file.read(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
             error = crc_error(chunk, buffer.view[: chunk.length]) if self._checksum else None
@@ -268,23 +275,29 @@ class ThreadLane(Lane):
         if error is not None:
             with self._ledger.lock:
                 fill.error = fill.error or error
+                self._trace("read", chunk, began_ns, error)
                 self._issued(fill, chunk, buffer, None)
             return
         mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready,))
         with self._ledger.lock:
             self._ledger.counters.bytes_read += chunk.length
+            self._trace("read", chunk, began_ns)
             self._issued(fill, chunk, buffer, mark)
 
     def _forward(self, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer, copied: Mark) -> None:
+        began_ns = time.perf_counter_ns()
         mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready, copied))
         with self._ledger.lock:
             self._count_forwarded(fill, chunk)
+            self._trace("forward", chunk, began_ns)
             self._issued(fill, chunk, buffer, mark)
 
     def _bring_kept(self, fill: Fill, chunk: Chunk, target: Region, kept: Tensor) -> None:
+        began_ns = time.perf_counter_ns()
         self.mover.copy_kept(kept, target, chunk.start, chunk.length, (fill.ready,))
         with self._ledger.lock:
             self._count_forwarded(fill, chunk)
+            self._trace("forward", chunk, began_ns)
             self._issued(fill, chunk, None, None)
 
     def _sync(self, mark: Mark, queue: str) -> None:

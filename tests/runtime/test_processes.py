@@ -96,6 +96,26 @@ def test_kill_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_forked_child_records_no_trace(tmp_path: Path) -> None:
+    script = """
+        from pathlib import Path
+        path = Path(sys.argv[1], "trace.json")
+        with runtime.trace(path):
+            token = offload(x)
+            child = os.fork()
+            if child:
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+                assert not path.exists()
+            else:
+                own = offload(x)
+        if child == 0:
+            os._exit(1 if path.exists() else 0)
+        print(path.read_text().count('"offload"'))
+    """
+    returncode, output, errors = run(script, tmp_path)
+    assert (returncode, output) == (0, "1\n"), errors
+
+
 def test_a_forked_child_has_engines_of_its_own(tmp_path: Path) -> None:
     script = """
         from ssdtrain_fx.errors import ActivationLostError

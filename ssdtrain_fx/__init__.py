@@ -4,6 +4,7 @@ from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.dynamo_backend import backend
 from ssdtrain_fx.errors import ActivationLostError, BudgetError, ConfigError, InternalError, SSDTrainError
 from ssdtrain_fx.report import Report, explain
+from ssdtrain_fx.rok_curve import RokCurve, RokOutcome, RokPoint, rok
 from ssdtrain_fx.runtime.ops import statistics, trace
 from ssdtrain_fx.runtime.statistics import Statistics
 
@@ -14,10 +15,14 @@ __all__ = [
     "InternalError",
     "OffloadConfig",
     "Report",
+    "RokCurve",
+    "RokOutcome",
+    "RokPoint",
     "SSDTrainError",
     "Statistics",
     "backend",
     "explain",
+    "rok",
     "statistics",
     "trace",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from ssdtrain_fx import _torch_private
 
@@ -23,6 +23,24 @@ def compile_to_zeros(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Calla
 
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def run_dry(model: Callable[..., Any], trace: Callable[..., Any], *inputs: Any, **kwargs: Any) -> None:
+    """Call ``torch.compile(model, backend=trace)`` once, as in training; ``trace`` should end in a dry run.
+
+    Buffers and random numbers are afterwards what they were, and the model has not used up a recompilation. A compiled
+    module counts as the module in it.
+    """
+    model = getattr(model, "_orig_mod", model)
+    buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
+    values = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            _torch_private.compile_apart(model, trace)(*inputs, **kwargs)
+    finally:
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(values[name])
 
 
 def _as_list(output: fx.Node) -> list[Any]:

@@ -12,6 +12,7 @@ the uuids below name everything that the code depends on.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.dry_run import compile_to_zeros
 from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes.joint_graph import join, split
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 
@@ -76,6 +78,38 @@ class OffloadPartitioner(private.CustomPartitionerFn):
     def uuid(self) -> str:
         inner = self.inner.uuid() if self.inner is not None else None
         return f"ssdtrain_fx {_source_hash()} {self.config!r} {self.hardware.digest()} {inner!r}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartitionedStep:
+    """A training step as Inductor's partitioner cuts it, before anything is offloaded."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_forward_outputs: int
+    device: str
+    """What the step is planned for: ``cpu`` or ``cuda``."""
+
+
+class _CapturePartition(private.CustomPartitionerFn):
+    """Partitions as Inductor would and hands on copies: the compiler rewrites what it gets."""
+
+    def __init__(self, device: str, observe: Callable[[PartitionedStep], None]) -> None:
+        self.device = device
+        self.observe = observe
+        self.inner: private.CustomPartitionerFn | None = private.current_setting("custom_partitioner_fn")
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        partition = self.inner or min_cut_rematerialization_partition
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        step = PartitionedStep(forward, backward, kwargs["num_fwd_outputs"], self.device)
+        self.observe(step)
+        return split(join(forward, backward, num_forward_outputs=step.num_forward_outputs))
+
+    def uuid(self) -> None:
+        """Nothing that this partitions is ever compiled to code."""
 
 
 class KeepLayouts(private.CustomGraphPass):
@@ -157,14 +191,21 @@ def trace_with_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, *, observe: Observer
 ) -> Any:
     """Go as far as the partitioner, then stop: the result computes nothing and returns zeros."""
+    return _trace(gm, example_inputs, OffloadPartitioner(config, device_of(example_inputs), observe))
 
+
+def capture_with_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, observe: Callable[[PartitionedStep], None]
+) -> Any:
+    """The same without offloading: ``observe`` gets the partitioned step, for which any number of plans can be made."""
+    return _trace(gm, example_inputs, _CapturePartition(device_of(example_inputs), observe))
+
+
+def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: private.CustomPartitionerFn) -> Any:
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
         return private.WrappedCode(compile_to_zeros(gm, example_inputs))
 
     with _torch_private.functorch_config_patch(enable_autograd_cache=False):
         return private.compile_fx(
-            gm,
-            example_inputs,
-            inner_compile=inner_compile,
-            config_patches={"custom_partitioner_fn": OffloadPartitioner(config, device_of(example_inputs), observe)},
+            gm, example_inputs, inner_compile=inner_compile, config_patches={"custom_partitioner_fn": partitioner}
         )

@@ -6,13 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import fx
 
-from ssdtrain_fx import _torch_private
 from ssdtrain_fx.aot_eager import compile_with_aot_eager
 from ssdtrain_fx.config import OffloadConfig
-from ssdtrain_fx.dry_run import compile_to_zeros
+from ssdtrain_fx.dry_run import compile_to_zeros, run_dry
 from ssdtrain_fx.passes.pipeline import OffloadedStep
 from ssdtrain_fx.passes.plan import Keep, Peak, Plan, SavedStorage
 from ssdtrain_fx.passes.transfer_problem import TransferProblem
@@ -142,7 +140,6 @@ def explain(model: Callable[..., Any], *inputs: Any, config: OffloadConfig | Non
     from ssdtrain_fx.inductor import trace_with_inductor
 
     config = OffloadConfig() if config is None else config
-    model = getattr(model, "_orig_mod", model)
     steps: list[OffloadedStep] = []
 
     def trace(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -150,13 +147,5 @@ def explain(model: Callable[..., Any], *inputs: Any, config: OffloadConfig | Non
             return compile_with_aot_eager(gm, example_inputs, config, observe=steps.append, compiler=compile_to_zeros)
         return trace_with_inductor(gm, example_inputs, config, observe=steps.append)
 
-    buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
-    values = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            _torch_private.compile_apart(model, trace)(*inputs, **kwargs)
-    finally:
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                buffer.copy_(values[name])
+    run_dry(model, trace, *inputs, **kwargs)
     return Report(tuple(GraphReport(step.plan, step.problem, step.joint_before, step.joint_after) for step in steps))

@@ -11,6 +11,7 @@ from ssdtrain_fx.cli.bench import bench
 from ssdtrain_fx.cli.demo import demo
 from ssdtrain_fx.cli.explain import explain
 from ssdtrain_fx.cli.probe import probe
+from ssdtrain_fx.cli.rok import rok
 
 app = typer.Typer(
     help="Activations on SSD for torch.compile: same gradients to the bit, lower peak memory.",
@@ -35,5 +36,5 @@ def _main(
     del version  # its callback has done the work
 
 
-for command in (bench, demo, explain, probe):
+for command in (bench, demo, explain, probe, rok):
     app.command()(command)

@@ -23,7 +23,7 @@ EXIT_DIFFERENT = 1
 EXIT_FAILED = 3
 
 
-def load_callable(name: str) -> Callable[[], tuple[Any, tuple[Any, ...]]]:
+def load_callable(name: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
     """``package.module:function``; the working directory is searched too."""
     module_name, _, attribute = name.partition(":")
     sys.path.insert(0, "")

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ssdtrain_fx.runtime.aio import READ, WRITE, AioUnavailableError, KernelAio
-from ssdtrain_fx.runtime.directory import check_directory, file_system_type
+from ssdtrain_fx.runtime.directory import check_directories, file_system_type
 from ssdtrain_fx.runtime.spill_file import SpillFile
 
 MIB = 1 << 20
@@ -211,7 +211,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     if chosen.rounds < 1:
         parser.error("--rounds must be at least 1.")
     try:
-        chosen.ssd_dir = check_directory(chosen.ssd_dir)
+        chosen.ssd_dir = check_directories(chosen.ssd_dir)[0]
     except ValueError as error:
         parser.error(str(error))
     return chosen

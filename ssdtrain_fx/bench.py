@@ -106,7 +106,7 @@ def _bits(result: Result, base: Result) -> str:
     return "equal" if result.equals(base) else "different"
 
 
-def to_json(results: Sequence[Result], ssd_dir: str) -> dict[str, Any]:
+def to_json(results: Sequence[Result], directories: Sequence[str]) -> dict[str, Any]:
     """Everything that was measured, and on what machine."""
     base = results[0]
     return {
@@ -116,8 +116,8 @@ def to_json(results: Sequence[Result], ssd_dir: str) -> dict[str, Any]:
             "cores": os.cpu_count(),
             "gpu": torch.cuda.get_device_name() if base.run.device == "cuda" else None,
             "kernel": platform.release(),
-            "ssd_file_system": file_system_type(ssd_dir),
-            "ssd_block_device": block_device(ssd_dir) or "unknown",
+            "ssd_file_systems": [file_system_type(directory) for directory in directories],
+            "ssd_block_devices": [block_device(directory) or "unknown" for directory in directories],
         },
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -8,7 +8,7 @@ import types
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -28,8 +28,9 @@ class OffloadConfig:
         ConfigError: a value has the wrong type or is out of range; the message names the option.
     """
 
-    ssd_dir: str | Path | None = None
-    """Directory on the SSD. None: ``$SSDTRAIN_DIR``, else the system's temp directory. The file has no name there."""
+    ssd_dir: str | Path | Sequence[str | Path] | None = None
+    """Directory on the SSD; or several, best of equal drives: tensors are striped over them. None: ``$SSDTRAIN_DIR``, a
+    path or several with ``:`` between them, else the system's temp directory. The files have no names there."""
 
     inner: Inner = "inductor"
     """Compiler that gets the rewritten forward and backward graphs."""
@@ -64,8 +65,7 @@ class OffloadConfig:
     """Verify every byte that comes back (costs CPU time)."""
 
     def __post_init__(self) -> None:
-        if self.ssd_dir is not None and not isinstance(self.ssd_dir, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise _wrong("ssd_dir", self.ssd_dir, "a path or None")
+        object.__setattr__(self, "ssd_dir", _paths(self.ssd_dir))
         _require_choice("inner", self.inner, get_args(Inner))
         _require_choice("policy", self.policy, get_args(Policy))
         _require_choice("io", self.io, get_args(IOPath))
@@ -131,7 +131,7 @@ class OffloadConfig:
     def engine_config(self) -> EngineConfig:
         """The part that the runtime needs; it travels inside the compiled graph."""
         return EngineConfig(
-            ssd_dir=None if self.ssd_dir is None else str(self.ssd_dir),
+            ssd_dir=_strings(self.ssd_dir),
             io=self.io,
             host_budget_bytes=self.host_budget_bytes,
             checksum=self.checksum,
@@ -142,6 +142,23 @@ def device_of(example_inputs: Sequence[Any]) -> str:
     """What a graph with these inputs is planned for: a GPU as soon as one of them is there."""
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     return "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"
+
+
+def _paths(ssd_dir: object) -> str | Path | tuple[str | Path, ...] | None:
+    """``ssd_dir`` as a value that nobody can change."""
+    if ssd_dir is None or isinstance(ssd_dir, (str, Path)):
+        return ssd_dir
+    entries = tuple(cast(Sequence[object], ssd_dir)) if isinstance(ssd_dir, Sequence) else ()
+    paths = tuple(entry for entry in entries if isinstance(entry, (str, Path)))
+    if paths and paths == entries:
+        return paths
+    raise _wrong("ssd_dir", cast(object, ssd_dir), "a path, a sequence of paths, or None")
+
+
+def _strings(ssd_dir: str | Path | Sequence[str | Path] | None) -> str | tuple[str, ...] | None:
+    if ssd_dir is None or isinstance(ssd_dir, (str, Path)):
+        return None if ssd_dir is None else str(ssd_dir)
+    return tuple(str(path) for path in ssd_dir)
 
 
 def _wrong(name: str, found: object, expected: str) -> ConfigError:

@@ -11,7 +11,7 @@ from torch import fx
 from ssdtrain_fx.aot_eager import compile_with_aot_eager
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import ConfigError
-from ssdtrain_fx.runtime.directory import check_directory
+from ssdtrain_fx.runtime.directory import check_directories
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def backend(config: OffloadConfig | None = None) -> OffloadBackend:
         ConfigError: ``ssd_dir`` cannot be used. Checked here, before anything is traced.
     """
     config = OffloadConfig() if config is None else config
-    check_directory(config.engine_config().ssd_dir)
+    check_directories(config.engine_config().ssd_dir)
     return OffloadBackend(config)
 
 
@@ -65,7 +65,7 @@ def ssdtrain(
         ConfigError: an option is unknown or has a wrong value, or ``ssd_dir`` cannot be used.
     """
     config = OffloadConfig.from_options(options)
-    check_directory(config.engine_config().ssd_dir)
+    check_directories(config.engine_config().ssd_dir)
     return _compile(gm, example_inputs, config, mode)
 
 

@@ -31,13 +31,15 @@ from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Channel, Hardware, convolution_key
 from ssdtrain_fx.profile_store import profile_key, profile_path, read_profile, store_profile
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.runtime.directory import check_directory
+from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.staging import CPU_BUDGET_BYTES, CUDA_BUDGET_BYTES
 
 log = logging.getLogger(__name__)
 
 MIB = 1 << 20
+SsdDir = str | Sequence[str] | None
+"""A directory, several that tensors are striped over, or None for the default."""
 OnStep = Callable[[str, int, int], None]
 """Called with what is measured next, the number of steps before it, and the number of all steps."""
 
@@ -55,8 +57,8 @@ _known: dict[str, Hardware] = {}
 _known_lock = threading.Lock()
 
 
-def load_hardware(device: str, ssd_dir: str | None, *, measure: bool = True) -> Hardware:
-    """The profile of ``device`` ("cpu", "cuda" or "cuda:1") and of the file system that holds ``ssd_dir``.
+def load_hardware(device: str, ssd_dir: SsdDir, *, measure: bool = True) -> Hardware:
+    """The profile of ``device`` ("cpu", "cuda" or "cuda:1") and of the file systems that hold ``ssd_dir``.
 
     Read from the user's profiles; measured within seconds and stored when there is none. A process that has asked once
     gets the same answer ever after, whatever happens to the file.
@@ -64,8 +66,8 @@ def load_hardware(device: str, ssd_dir: str | None, *, measure: bool = True) -> 
     Raises:
         ConfigError: nothing can be written in ``ssd_dir``, or nothing is stored and ``measure`` is False.
     """
-    directory = check_directory(ssd_dir)
-    key = profile_key(_device_name(device), directory)
+    directories = check_directories(ssd_dir)
+    key = profile_key(_device_name(device), directories)
     identity = str(profile_path(key))
     with _known_lock:
         hardware = _known.get(identity)
@@ -74,12 +76,17 @@ def load_hardware(device: str, ssd_dir: str | None, *, measure: bool = True) -> 
         if hardware is None:
             if not measure:
                 raise ConfigError(
-                    f"No hardware profile of {key.device} and {directory!r} is stored in {profile_path(key).parent}. "
+                    f"No hardware profile of {key.device} and {', '.join(map(repr, directories))} is stored in "
+                    f"{profile_path(key).parent}. "
                     "Run `ssdtrain-fx probe` first."
                 )
-            log.info("measuring %s and the SSD behind %s; `ssdtrain-fx probe` measures longer", key.device, directory)
+            log.info(
+                "measuring %s and the SSD behind %s; `ssdtrain-fx probe` measures longer",
+                key.device,
+                ", ".join(directories),
+            )
             try:
-                hardware = measure_hardware(device, directory, quick=True)
+                hardware = measure_hardware(device, directories, quick=True)
             except FullDiskError as error:  # no reason to stop training: what cannot be written stays in memory
                 log.warning("%s Until then plans are made for a drive of 2 GB/s.", error)
                 return _assumed_hardware(_device_name(device), on_gpu=torch.device(device).type == "cuda")
@@ -108,23 +115,23 @@ class ProbeResult:
     """A profile, what it is of, and where it is kept."""
 
     hardware: Hardware
-    directory: str
+    directories: tuple[str, ...]
     path: Path
 
 
-def probe_and_store(device: str, ssd_dir: str | None, *, quick: bool = False, on_step: OnStep = _ignore) -> ProbeResult:
+def probe_and_store(device: str, ssd_dir: SsdDir, *, quick: bool = False, on_step: OnStep = _ignore) -> ProbeResult:
     """Measure, and replace what is stored. A process that has loaded a profile already goes on with that one.
 
     Raises:
         ConfigError: nothing can be written in ``ssd_dir``, or it has too little room.
         OSError: the profile cannot be stored.
     """
-    directory = check_directory(ssd_dir)
-    key = profile_key(_device_name(device), directory)
+    directories = check_directories(ssd_dir)
+    key = profile_key(_device_name(device), directories)
     path = profile_path(key)
     path.parent.mkdir(parents=True, exist_ok=True)  # rather fail now than in half a minute
-    hardware = measure_hardware(device, directory, quick=quick, on_step=on_step)
-    return ProbeResult(store_profile(key, hardware, replace=True), directory, path)
+    hardware = measure_hardware(device, directories, quick=quick, on_step=on_step)
+    return ProbeResult(store_profile(key, hardware, replace=True), directories, path)
 
 
 def _device_name(device: str, cuda: Any = torch.cuda) -> str:
@@ -194,7 +201,7 @@ class _Effort:
 
 
 def measure_hardware(
-    device: str, ssd_dir: str | None, *, quick: bool = False, on_step: OnStep = _ignore, cuda: Any = torch.cuda
+    device: str, ssd_dir: SsdDir, *, quick: bool = False, on_step: OnStep = _ignore, cuda: Any = torch.cuda
 ) -> Hardware:
     """Measure ``device`` and the SSD behind ``ssd_dir`` (None: the default of the backend). Torch's threads are kept.
 
@@ -208,9 +215,9 @@ def measure_hardware(
     name = _device_name(device, cuda)
     target = torch.device(device)
     on_gpu = target.type == "cuda"
-    directory = check_directory(ssd_dir)
+    directories = check_directories(ssd_dir)
     effort = _Effort(quick=quick, on_gpu=on_gpu)
-    _require_room(directory, effort.file_bytes)
+    _require_room(directories, effort.file_bytes)
     clock = clock_of(target, cuda)
     dtypes = [torch.float32, torch.bfloat16]
     if on_gpu:
@@ -236,7 +243,7 @@ def measure_hardware(
             flops_per_s[convolution_key(dtype_name)] = _convolution_rate(target, clock, effort, dtype)
             begin(f"exp, tanh, erf, {dtype_name}")
             elements_per_s[dtype_name] = _element_rate(target, clock, effort, dtype, memory_bytes_per_s)
-        with Engine(EngineConfig(ssd_dir=directory), cuda=cuda) as engine:
+        with Engine(EngineConfig(ssd_dir=directories), cuda=cuda) as engine:
             traffic = _Traffic(engine, target)
             begin("blocks of the file")
             traffic.write_s(effort.large_bytes, 2 * effort.large_count)
@@ -266,18 +273,21 @@ def measure_hardware(
         copies_block_compute=not on_gpu,
         offload_s=offload.latency_s,
         reload_s=reload.latency_s,
-        staging_bytes=CUDA_BUDGET_BYTES if on_gpu else CPU_BUDGET_BYTES,
+        staging_bytes=(CUDA_BUDGET_BYTES if on_gpu else CPU_BUDGET_BYTES) * len(directories),
     )
 
 
-def _require_room(directory: str, size_bytes: int) -> None:
-    status = os.statvfs(directory)
-    free_bytes = status.f_bavail * status.f_frsize
-    if free_bytes < 2 * size_bytes:
-        raise FullDiskError(
-            f"{directory!r} has {free_bytes >> 20} MiB left; measuring needs {2 * size_bytes >> 20} MiB. "
-            "Make room, or set ssd_dir to another directory."
-        )
+def _require_room(directories: Sequence[str], size_bytes: int) -> None:
+    """Each directory takes an equal share of ``size_bytes``."""
+    needed_bytes = 2 * size_bytes // len(directories)
+    for directory in directories:
+        status = os.statvfs(directory)
+        free_bytes = status.f_bavail * status.f_frsize
+        if free_bytes < needed_bytes:
+            raise FullDiskError(
+                f"{directory!r} has {free_bytes >> 20} MiB left; measuring needs {needed_bytes >> 20} MiB. "
+                "Make room, or set ssd_dir to another directory."
+            )
 
 
 def _shortest_s(clock: Clock, call: Callable[[], object], effort: _Effort) -> float:

@@ -1,4 +1,4 @@
-"""Where hardware profiles are kept: one small JSON file per machine, device and file system.
+"""Where hardware profiles are kept: one small JSON file per machine, device and file system (or set of them).
 
 ``$SSDTRAIN_PROFILE_DIR``, else ``$XDG_CACHE_HOME/ssdtrain_fx``, else ``~/.cache/ssdtrain_fx``.
 
@@ -23,6 +23,7 @@ import logging
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,15 +58,15 @@ class ProfileKey:
         return f"{re.sub(r'[^A-Za-z0-9]+', '-', self.device)}-{self.threads}-threads-{digest[:16]}.json"
 
 
-def profile_key(device_name: str, directory: str) -> ProfileKey:
-    """The key of this process on this machine, for spill files in ``directory``, which exists."""
+def profile_key(device_name: str, directories: Sequence[str]) -> ProfileKey:
+    """The key of this process on this machine, for tensors striped over ``directories``, which exist, in any order."""
     return ProfileKey(
         device=device_name,
         processor=cpu_model(),
         cores=len(os.sched_getaffinity(0)),
         threads=torch.get_num_threads(),
         torch_version=torch.__version__,
-        file_system=_file_system(directory),
+        file_system=" + ".join(sorted(_file_system(directory) for directory in directories)),
     )
 
 

@@ -14,6 +14,7 @@ from test_training_loops import Tower
 
 import ssdtrain_fx
 from ssdtrain_fx import ConfigError, OffloadConfig, backend
+from ssdtrain_fx.runtime.config import EngineConfig
 
 OPTIONS = [field.name for field in dataclasses.fields(OffloadConfig)]
 
@@ -51,7 +52,9 @@ def test_an_unknown_option_lists_the_valid_ones() -> None:
         ("max_slowdown", -0.1, "a finite number >= 0"),
         ("max_slowdown", "fast", "a number"),
         ("checksum", 1, "True or False"),
-        ("ssd_dir", 3, "a path or None"),
+        ("ssd_dir", 3, "a path, a sequence of paths, or None"),
+        ("ssd_dir", [], "a path, a sequence of paths, or None"),
+        ("ssd_dir", ["/fast", 3], "a path, a sequence of paths, or None"),
     ],
 )
 def test_a_wrong_value_names_the_option_and_what_was_expected(name: str, value: object, expected: str) -> None:
@@ -103,6 +106,16 @@ def test_a_missing_directory_is_an_error_before_tracing(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with pytest.raises(ConfigError, match="does not exist"):
         backend(OffloadConfig(ssd_dir=missing))
+
+
+def test_several_directories(tmp_path: Path) -> None:
+    config = OffloadConfig(ssd_dir=["/fast", Path("/faster")])
+    assert config == OffloadConfig(ssd_dir=("/fast", Path("/faster")))
+    assert hash(config)
+    argument = config.engine_config().to_argument()
+    assert EngineConfig.from_argument(argument) == EngineConfig(ssd_dir=("/fast", "/faster"))
+    with pytest.raises(ConfigError, match="directory 2 of 2 in ssd_dir is"):
+        backend(OffloadConfig(ssd_dir=[tmp_path, tmp_path / "missing"]))
 
 
 def test_a_file_in_place_of_the_directory_is_an_error(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import shutil
 import stat
 import threading
 import time
@@ -51,12 +52,14 @@ class Measurements:
         self.hardware = HARDWARE
         self.count = 0
         self.quick: bool | None = None
+        self.ssd_dir: probe.SsdDir = None
 
     def __call__(
-        self, device: str, ssd_dir: str | None, *, quick: bool = False, on_step: probe.OnStep = probe._ignore
+        self, device: str, ssd_dir: probe.SsdDir, *, quick: bool = False, on_step: probe.OnStep = probe._ignore
     ) -> Hardware:
         self.count += 1
         self.quick = quick
+        self.ssd_dir = ssd_dir
         on_step("memory", 0, 2)
         on_step("done", 2, 2)
         return self.hardware
@@ -124,14 +127,17 @@ def test_another_number_of_threads_has_a_profile_of_its_own(
 
 @pytest.mark.parametrize("field", ["device", "processor", "file_system", "torch_version"])
 def test_another_machine_has_a_profile_of_its_own(field: str, ssd_dir: str) -> None:
-    key = profile_key("cpu", ssd_dir)
+    key = profile_key("cpu", (ssd_dir,))
     assert dataclasses.replace(key, **{field: "other"}).file_name != key.file_name
 
 
 def test_the_key_is_the_file_systems_not_the_directorys(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
-    assert profile_key("cpu", str(tmp_path / "below")) == profile_key("cpu", str(tmp_path))
-    assert profile_key("cpu", "/proc") != profile_key("cpu", str(tmp_path))
+    here, below, other = str(tmp_path), str(tmp_path / "below"), "/proc"
+    assert profile_key("cpu", [below]) == profile_key("cpu", [here])
+    assert profile_key("cpu", [other]) != profile_key("cpu", [here])
+    assert profile_key("cpu", [here, other]) == profile_key("cpu", [other, below])
+    assert len({profile_key("cpu", chosen) for chosen in ([here], [here, below], [here, other])}) == 3
 
 
 @pytest.mark.parametrize(
@@ -148,7 +154,7 @@ def test_the_key_is_the_file_systems_not_the_directorys(tmp_path: Path) -> None:
 def test_what_cannot_be_used_is_measured_again(
     content: str, reason: str, measurements: Measurements, ssd_dir: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = profile_path(profile_key("cpu", ssd_dir))
+    path = profile_path(profile_key("cpu", (ssd_dir,)))
     path.parent.mkdir()
     path.write_bytes(content.encode(errors="surrogateescape"))
     assert load_hardware("cpu", ssd_dir) == HARDWARE
@@ -160,7 +166,7 @@ def test_what_cannot_be_used_is_measured_again(
 
 
 def test_a_profile_with_other_fields_is_measured_again(measurements: Measurements, ssd_dir: str) -> None:
-    key = profile_key("cpu", ssd_dir)
+    key = profile_key("cpu", (ssd_dir,))
     store_profile(key, OTHER, replace=True)
     raw = json.loads(profile_path(key).read_text())
     del raw["hardware"]["kernel_s"]
@@ -172,7 +178,7 @@ def test_who_stores_first_is_right(
     measurements: Measurements, ssd_dir: str, monkeypatch: pytest.MonkeyPatch, profiles: Path
 ) -> None:
     """1. this process finds nothing and measures; 2. meanwhile another one stores; 3. both plan with the other's."""
-    key = profile_key("cpu", ssd_dir)
+    key = profile_key("cpu", (ssd_dir,))
 
     def measure(device: str, directory: str, *, quick: bool) -> Hardware:
         store_profile(key, OTHER, replace=False)
@@ -184,7 +190,7 @@ def test_who_stores_first_is_right(
 
 
 def test_many_store_at_once_and_agree(ssd_dir: str, profiles: Path) -> None:
-    key = profile_key("cpu", ssd_dir)
+    key = profile_key("cpu", (ssd_dir,))
     barrier = threading.Barrier(8)
 
     def store(index: int) -> Hardware:
@@ -373,6 +379,22 @@ def test_the_command_shows_and_keeps_the_profile(
     assert measurements.count == 1
 
 
+def test_several_directories_are_measured_together(
+    wide: CliRunner, measurements: Measurements, tmp_path: Path, profiles: Path
+) -> None:
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    for folder in folders:
+        Path(folder).mkdir()
+    done = wide.invoke(app, ["probe", "--ssd-dir", folders[0], "--ssd-dir", folders[1]])
+    assert done.exit_code == 0, done.output
+    assert f"SSD directory: {folders[0]}, {folders[1]}" in done.output
+    assert measurements.ssd_dir == tuple(folders)
+    assert load_hardware("cpu", folders[::-1]) == HARDWARE
+    assert measurements.count == 1
+    load_hardware("cpu", folders[0])
+    assert measurements.count == 2
+
+
 def test_shares_of_given_references(wide: CliRunner, measurements: Measurements, ssd_dir: str) -> None:
     arguments = ["probe", "--ssd-dir", ssd_dir, "--reference-write", "6", "--reference-read", "2.5"]
     rows = {line.split("│")[1].strip(): line for line in wide.invoke(app, arguments).output.splitlines() if "│" in line}
@@ -388,7 +410,7 @@ def test_json_alone_on_standard_output(wide: CliRunner, measurements: Measuremen
 
 
 def test_the_command_measures_again_and_replaces(wide: CliRunner, measurements: Measurements, ssd_dir: str) -> None:
-    store_profile(profile_key("cpu", ssd_dir), OTHER, replace=True)
+    store_profile(profile_key("cpu", (ssd_dir,)), OTHER, replace=True)
     assert wide.invoke(app, ["probe", "--device", "cpu", "--ssd-dir", ssd_dir, "--quick"]).exit_code == 0
     assert measurements.quick is True
     assert load_hardware("cpu", ssd_dir) == HARDWARE
@@ -437,7 +459,21 @@ def test_fio_is_asked_where_it_is_installed(
     assert "10 %" in rows["SSD write"]  # what was given goes before what was found
     assert "40 %" in rows["SSD read"]
     fio.write_text("#!/bin/sh\nexit 1\n")
-    assert run_fio(ssd_dir) is None
+    assert run_fio([ssd_dir]) is None
     fio.write_text(FIO)
-    found = run_fio(ssd_dir)
+    found = run_fio([ssd_dir])
     assert found is not None and found.write_bytes_per_s == 4e9
+    fio.write_text(FIO.replace("case", 'case "$*" in *io_uring*) exit 1 ;; esac\ncase', 1))
+    assert run_fio([ssd_dir]) == found  # through libaio
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+def test_the_real_fio_over_two_directories(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two:three")]
+    for folder in folders:
+        folder.mkdir()
+    found = run_fio([str(folder) for folder in folders], seconds=1, size_bytes=16 << 20)
+    assert found is not None
+    for rate in (found.write_bytes_per_s, found.read_bytes_per_s):
+        assert rate is not None and rate > 1e6
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]

@@ -14,7 +14,7 @@ from ssdtrain_fx.bench import BASE, count_steps, measure, render_table, to_json
 from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, JsonTarget, progress_columns
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.measure import Run, Step, Variant, WorkerError, choose_device
-from ssdtrain_fx.runtime.directory import check_directory
+from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.units import format_bytes
 from ssdtrain_fx.zoo import MODELS
 
@@ -40,7 +40,11 @@ def bench(
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")] = "auto",
     seed: Annotated[int, typer.Option(help="Other weights, other batches.")] = 0,
     ssd_dir: Annotated[
-        Path | None, typer.Option(help="Directory on the SSD. Default: $SSDTRAIN_DIR, else the temporary directory.")
+        list[Path] | None,
+        typer.Option(
+            help="Directory on the SSD; several times for several drives. Default: $SSDTRAIN_DIR, else the temporary "
+            "directory."
+        ),
     ] = None,
     options: Annotated[
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the backend; may be repeated.")
@@ -64,10 +68,10 @@ def bench(
                 raise typer.BadParameter(f"{name!r} is not one of {', '.join(valid)}.", param_hint=hint)
     try:
         chosen_options = _parse_options(options or [])
-        if ssd_dir is not None:
-            chosen_options["ssd_dir"] = str(ssd_dir.resolve())
+        if ssd_dir:
+            chosen_options["ssd_dir"] = [str(path.resolve()) for path in ssd_dir]
         OffloadConfig.from_options(chosen_options)
-        directory = check_directory(chosen_options.get("ssd_dir"))
+        directories = check_directories(chosen_options.get("ssd_dir"))
         run = Run(
             model=model,
             layers=layers,
@@ -103,7 +107,7 @@ def bench(
             raise typer.Exit(EXIT_FAILED) from error
 
     console.print(render_table(results))
-    target.write(json.dumps(to_json(results, directory), indent=2))
+    target.write(json.dumps(to_json(results, directories), indent=2))
     if any(result.run.variant == "ssdtrain" and not result.equals(results[0]) for result in results):
         console.print("[bold red]ssdtrain does not agree with plain Inductor to the bit.[/]")
         raise typer.Exit(EXIT_DIFFERENT)

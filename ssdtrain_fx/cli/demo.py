@@ -23,9 +23,12 @@ def demo(
     sequence: Annotated[int | None, typer.Option(min=8, help="Bytes of text. Default: fits the machine.")] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")] = "auto",
     ssd_dir: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            exists=True, file_okay=False, writable=True, help="Directory on the SSD. Default: see OffloadConfig."
+            exists=True,
+            file_okay=False,
+            writable=True,
+            help="Directory on the SSD; several times for several drives. Default: see OffloadConfig.",
         ),
     ] = None,
     max_slowdown: Annotated[
@@ -54,8 +57,8 @@ def demo(
         raise typer.BadParameter(str(error), param_hint="--device") from error
     chosen: dict[str, Any] = {"layers": layers, "hidden": hidden, "batch": batch, "sequence": sequence, "seed": seed}
     run = dataclasses.replace(run, **{name: value for name, value in chosen.items() if value is not None})
-    if ssd_dir is not None:
-        run = dataclasses.replace(run, options={**run.options, "ssd_dir": str(ssd_dir)})
+    if ssd_dir:
+        run = dataclasses.replace(run, options={**run.options, "ssd_dir": [str(path) for path in ssd_dir]})
     if max_slowdown is not None:
         run = dataclasses.replace(run, options={**run.options, "max_slowdown": max_slowdown})
 

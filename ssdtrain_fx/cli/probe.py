@@ -22,7 +22,11 @@ from ssdtrain_fx.units import format_bytes
 def probe(
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")] = "auto",
     ssd_dir: Annotated[
-        Path | None, typer.Option(help="Directory on the SSD. Default: $SSDTRAIN_DIR, else the temporary directory.")
+        list[Path] | None,
+        typer.Option(
+            help="Directory on the SSD; several times for several drives. Default: $SSDTRAIN_DIR, else the temporary "
+            "directory."
+        ),
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the profile here too; - prints it.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds instead of half a minute.")] = False,
@@ -53,11 +57,12 @@ def probe(
             def on_step(description: str, done: int, total: int) -> None:
                 progress.update(bar, description=description, completed=done, total=total)
 
-            result = probe_and_store(chosen, None if ssd_dir is None else str(ssd_dir), quick=quick, on_step=on_step)
+            paths = [str(path) for path in ssd_dir] if ssd_dir else None
+            result = probe_and_store(chosen, paths, quick=quick, on_step=on_step)
             reference = ReferenceRates()
             if reference_write is None or reference_read is None:
                 progress.update(bar, description="fio")
-                reference = run_fio(result.directory) or reference
+                reference = run_fio(result.directories) or reference
             progress.update(bar, description="done")
     except (ConfigError, OSError) as error:
         console.print("[bold red]The machine cannot be measured.[/]")
@@ -69,7 +74,7 @@ def probe(
     }
     reference = dataclasses.replace(reference, **{name: rate for name, rate in given.items() if rate is not None})
     console.print(_probe_table(result.hardware, reference))
-    console.print(f"SSD directory: {result.directory}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"SSD directory: {', '.join(result.directories)}", highlight=False, soft_wrap=True, markup=False)
     console.print(f"Kept in: {result.path}", highlight=False, soft_wrap=True, markup=False)
     target.write(result.hardware.to_json())
 

@@ -229,13 +229,14 @@ class AioLane(Lane):
                 cookie = next(self._cookies)
                 in_flight[cookie] = transfer
                 transfer.began_ns = transfer.began_ns or time.perf_counter_ns()
+                descriptor, offset = file.locate(transfer.offset + done)
                 try:
                     accepted = aio.submit(
                         transfer.opcode,
-                        file.fileno(),
+                        descriptor,
                         transfer.address + done,
                         transfer.total - done,
-                        transfer.offset + done,
+                        offset,
                         cookie,
                     )
                 except OSError as submit_error:

@@ -13,7 +13,7 @@ IOPath = Literal["auto", "posix", "aio", "kvikio"]
 class EngineConfig:
     """Everything an engine must know. Equal values share one engine within a process."""
 
-    ssd_dir: str | None = None
+    ssd_dir: str | tuple[str, ...] | None = None
     io: IOPath = "auto"
     host_budget_bytes: int | None = None
     checksum: bool = False
@@ -30,4 +30,7 @@ class EngineConfig:
     @classmethod
     def from_argument(cls, argument: str) -> EngineConfig:
         """Inverse of :meth:`to_argument`."""
-        return cls(**json.loads(argument))
+        values = json.loads(argument)
+        if isinstance(values.get("ssd_dir"), list):
+            values["ssd_dir"] = tuple(values["ssd_dir"])
+        return cls(**values)

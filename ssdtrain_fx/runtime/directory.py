@@ -1,4 +1,4 @@
-"""Which directory the spill file goes to, and whether it can.
+"""Which directories the spill files go to, and whether they can.
 
 Why: a wrong directory must be an error before anything is traced, not a failure in the middle of a training step.
 """
@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from ssdtrain_fx.errors import ConfigError
@@ -17,37 +18,55 @@ log = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "SSDTRAIN_DIR"
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3", "smbfs"}
+)
 
 
-def check_directory(ssd_dir: str | None) -> str:
-    """The absolute path of the directory to use: ``ssd_dir``, else ``$SSDTRAIN_DIR``, else the temporary directory.
+def check_directories(ssd_dir: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The absolute paths of the directories to use: ``ssd_dir``, else those that ``$SSDTRAIN_DIR`` lists with
+    ``os.pathsep`` between them, else the temporary directory.
 
-    Raises ConfigError when it is missing, is not a directory, or no file can be created in it. Warns once per directory
-    when it lies in memory, because offloading there frees nothing.
+    Raises ConfigError when one is missing, is not a directory, is named twice, or no file can be created in it. Warns
+    once per directory where offloading is in vain or slow: in memory, and on a network or user-space file system.
     """
     if ssd_dir is not None:
-        directory, origin = ssd_dir, "ssd_dir"
-    elif os.environ.get(DIRECTORY_VARIABLE):
-        directory, origin = os.environ[DIRECTORY_VARIABLE], f"the environment variable {DIRECTORY_VARIABLE}"
+        directories, origin = [ssd_dir] if isinstance(ssd_dir, str) else list(ssd_dir), "ssd_dir"
+    elif listed := [path for path in os.environ.get(DIRECTORY_VARIABLE, "").split(os.pathsep) if path]:
+        directories, origin = listed, f"the environment variable {DIRECTORY_VARIABLE}"
     else:
-        directory, origin = tempfile.gettempdir(), "the default temporary directory"
+        directories, origin = [tempfile.gettempdir()], "the default temporary directory"
+    if not directories:
+        raise ConfigError(f"{origin} names no directory. Name at least one on a local SSD.")
+    if len(directories) == 1:
+        return (_check(directories[0], origin, "set ssd_dir to another one, on a local SSD"),)
+    checked: dict[Path, str] = {}
+    for number, directory in enumerate(directories, start=1):
+        which = f"directory {number} of {len(directories)} in {origin}"
+        path = _check(directory, which, "leave it out")
+        if Path(path).resolve() in checked:
+            raise ConfigError(f"{which} is {path!r}, which was named before. Name each directory once.")
+        checked[Path(path).resolve()] = path
+    return tuple(checked.values())
+
+
+def _check(directory: str, origin: str, otherwise: str) -> str:
+    """The absolute path of ``directory``, or ConfigError."""
     path = Path(directory).expanduser().absolute()
     directory = str(path)
-    advice = "Create it, or set ssd_dir to a directory on a local SSD."
     if not path.exists():
-        raise ConfigError(f"{origin} is {directory!r}, which does not exist. {advice}")
+        raise ConfigError(f"{origin} is {directory!r}, which does not exist. Create it, or {otherwise}.")
     if not path.is_dir():
-        raise ConfigError(f"{origin} is {directory!r}, which is not a directory. {advice}")
+        raise ConfigError(f"{origin} is {directory!r}, which is not a directory. Replace it, or {otherwise}.")
     try:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         raise ConfigError(
             f"{origin} is {directory!r}, where no file can be created: {error.strerror or error}. "
-            "Make it writable for this user, or set ssd_dir to another directory."
+            f"Make it writable for this user, or {otherwise}."
         ) from error
-    if file_system_type(directory) in _MEMORY_FILE_SYSTEMS:
-        _warn_of_memory_file_system(directory)
+    _warn_of_file_system(directory, file_system_type(directory) or "")
     return directory
 
 
@@ -78,8 +97,18 @@ def _unescape(mount: str) -> str:
 
 
 @functools.cache
-def _warn_of_memory_file_system(directory: str) -> None:
-    log.warning(
-        "%s lies on a file system in memory: offloading there frees no memory. Set ssd_dir to a directory on an SSD.",
-        directory,
-    )
+def _warn_of_file_system(directory: str, kind: str) -> None:
+    if kind in _MEMORY_FILE_SYSTEMS:
+        log.warning(
+            "%s lies on a file system in memory (%s): offloading there frees no memory. Set ssd_dir to a directory on "
+            "an SSD.",
+            directory,
+            kind,
+        )
+    elif kind in _NETWORK_FILE_SYSTEMS or kind == "fuse" or kind.startswith("fuse."):
+        log.warning(
+            "%s lies on a network or user-space file system (%s): transfers there are slow, and may be seen by others. "
+            "Set ssd_dir to a directory on a local SSD.",
+            directory,
+            kind,
+        )

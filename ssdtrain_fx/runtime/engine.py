@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 import types
@@ -33,15 +34,16 @@ from ssdtrain_fx.runtime.aio import Aio, AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.aio_lane import AIO_CHUNK_BYTES, AioLane
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.cuda import CudaMover
-from ssdtrain_fx.runtime.directory import check_directory
+from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover, import_kvikio
 from ssdtrain_fx.runtime.lane import Lane
 from ssdtrain_fx.runtime.layout import copy_elements, movable, same_layout, span_elements
 from ssdtrain_fx.runtime.ledger import Entry, Fill, Ledger, lost
 from ssdtrain_fx.runtime.movers import CpuMover
-from ssdtrain_fx.runtime.spill_file import ChunkFile, SpillFile
+from ssdtrain_fx.runtime.spill_file import ChunkFile
 from ssdtrain_fx.runtime.staging import CHUNK_BYTES, StagingPool
 from ssdtrain_fx.runtime.statistics import Statistics
+from ssdtrain_fx.runtime.striped_file import open_spill_file
 from ssdtrain_fx.runtime.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.tokens import Owner, handle_of, make_token
 from ssdtrain_fx.runtime.trace import Trace, traced
@@ -60,7 +62,7 @@ class Engine:
         config: EngineConfig,
         *,
         handles: Iterator[int] | None = None,
-        open_file: Callable[[str], ChunkFile] = SpillFile,
+        open_file: Callable[[Sequence[str]], ChunkFile] = open_spill_file,
         open_aio: Callable[[], Aio] | None = None,
         cuda: Any = torch.cuda,
         chunk_bytes: int | None = None,
@@ -82,7 +84,9 @@ class Engine:
                     'checksum=True needs io="posix": with io="kvikio" the bytes never come by the processor.'
                 )
             self._kvikio = None
-        self._file = open_file(check_directory(config.ssd_dir))
+        directories = check_directories(config.ssd_dir)
+        self._drive_count = len(directories)
+        self._file = open_file(directories)
         self._ledger = Ledger(self._file)
         self._lanes: dict[str, Lane] = {}
         self._lanes_lock = threading.Lock()
@@ -348,11 +352,11 @@ class Engine:
         if device_type not in ("cpu", "cuda"):
             raise ConfigError(f"ssdtrain_fx offloads tensors on cpu and cuda devices; got one on {device_type!r}.")
         if device_type == "cuda" and self._kvikio is not None:
-            return KvikioLane(self._ledger, self._kvikio, KvikioMover(self._cuda))
+            return KvikioLane(self._ledger, self._kvikio, KvikioMover(self._cuda), self._drive_count)
         mover = CpuMover() if device_type == "cpu" else CudaMover(self._cuda)
         budget_bytes = self.config.host_budget_bytes
         if budget_bytes is None:
-            budget_bytes = mover.default_budget_bytes
+            budget_bytes = mover.default_budget_bytes * self._drive_count
         checksum = self.config.checksum
         if device_type == "cpu" and self._file.direct and self._open_aio is not None:
             try:
@@ -360,10 +364,16 @@ class Engine:
             except AioUnavailableError as reason:
                 log.info("native AIO is not available (%s): threads move CPU tensors instead.", reason)
             else:
-                pool = StagingPool(budget_bytes, self._chunk_bytes or AIO_CHUNK_BYTES)
+                pool = StagingPool(budget_bytes, self._chunk_size(AIO_CHUNK_BYTES))
                 return AioLane(self._ledger, aio, pool, checksum=checksum)
-        pool = StagingPool(budget_bytes, self._chunk_bytes or CHUNK_BYTES)
-        return ThreadLane(self._ledger, mover, pool, thread_count=mover.thread_count, checksum=checksum)
+        pool = StagingPool(budget_bytes, self._chunk_size(CHUNK_BYTES))
+        thread_count = mover.thread_count * self._drive_count
+        return ThreadLane(self._ledger, mover, pool, thread_count=thread_count, checksum=checksum)
+
+    def _chunk_size(self, default_bytes: int) -> int:
+        """Bytes per chunk; none crosses from one file to the next."""
+        chunk_bytes, stripe_bytes = self._chunk_bytes or default_bytes, self._file.stripe_bytes
+        return chunk_bytes if stripe_bytes is None else math.gcd(chunk_bytes, stripe_bytes)
 
     def _wait_for_progress(self, lane: Lane, entry: Entry) -> None:
         """Needs the lock."""

@@ -15,6 +15,8 @@ import errno
 import functools
 import importlib
 import importlib.util
+import math
+import threading
 import time
 from typing import Any, Protocol
 
@@ -64,22 +66,35 @@ class DeviceFile:
     """The spill file as KvikIO sees it, for CUDA tensors."""
 
     def __init__(self, kvikio: Any, file: ChunkFile) -> None:
+        self._kvikio = kvikio
+        self._file = file
         self._path = file.path
-        self._handle = kvikio.CuFile(f"/proc/self/fd/{file.fileno()}", "r+")  # the file has no other name
+        self._lock = threading.Lock()
+        self._handles: dict[int, Any] = {}
+        """By descriptor."""
 
     def write(self, data: Tensor, offset_bytes: int) -> None:
-        self._finish("write", self._handle.pwrite, data, offset_bytes)
+        self._transfer("write", data, offset_bytes)
 
     def read(self, data: Tensor, offset_bytes: int) -> None:
-        self._finish("read", self._handle.pread, data, offset_bytes)
+        self._transfer("read", data, offset_bytes)
 
     def close(self) -> None:
-        self._handle.close()
+        for handle in self._handles.values():
+            handle.close()
 
-    def _finish(self, verb: str, start: Any, data: Tensor, offset_bytes: int) -> None:
+    def _handle(self, descriptor: int) -> Any:
+        with self._lock:
+            if descriptor not in self._handles:  # the file has no other name
+                self._handles[descriptor] = self._kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+")
+            return self._handles[descriptor]
+
+    def _transfer(self, verb: str, data: Tensor, offset_bytes: int) -> None:
+        descriptor, file_offset = self._file.locate(offset_bytes)
         try:
-            future = start(data, size=data.numel(), file_offset=offset_bytes)
-            count = future.get()
+            handle = self._handle(descriptor)
+            start = handle.pwrite if verb == "write" else handle.pread
+            count = start(data, size=data.numel(), file_offset=file_offset).get()
         except RuntimeError as error:  # KvikIO's errors carry no errno
             raise OSError(errno.EIO, f"KvikIO {verb}: {error}", self._path) from error
         if count != data.numel():
@@ -97,9 +112,9 @@ class KvikioLane(ThreadLane):
 
     io_path_suffix = ", kvikio for CUDA tensors"
 
-    def __init__(self, ledger: Ledger, kvikio: Any, mover: CudaMover) -> None:
-        super().__init__(ledger, mover, StagingPool(0), thread_count=mover.thread_count, checksum=False)
-        self.chunk_bytes = CHUNK_BYTES
+    def __init__(self, ledger: Ledger, kvikio: Any, mover: CudaMover, drive_count: int = 1) -> None:
+        super().__init__(ledger, mover, StagingPool(0), thread_count=mover.thread_count * drive_count, checksum=False)
+        self.chunk_bytes = math.gcd(CHUNK_BYTES, ledger.file.stripe_bytes or CHUNK_BYTES)
         self._device_file = DeviceFile(kvikio, ledger.file)
 
     def _next_copy(self) -> Task | None:

@@ -218,10 +218,12 @@ class Ledger:
             return
         entry.slot = self.slots.allocate(entry.byte_count)
         self._peak_end_bytes = max(self._peak_end_bytes, self.slots.end_bytes)
-        entry.chunks = [
-            Chunk(entry, start, min(chunk_bytes, entry.byte_count - start))
-            for start in range(0, entry.byte_count, chunk_bytes)
-        ]
+        first_bytes = chunk_bytes
+        if self.file.stripe_bytes is not None:  # a multiple of chunk_bytes: every chunk lies in one file
+            first_bytes -= entry.slot.offset_bytes % chunk_bytes
+        starts = [0, *range(first_bytes, entry.byte_count, chunk_bytes)]
+        ends = [*starts[1:], entry.byte_count]
+        entry.chunks = [Chunk(entry, start, end - start) for start, end in zip(starts, ends, strict=True)]
         entry.uncopied = entry.unsafe = entry.busy = len(entry.chunks)
         self.counters.in_flight_bytes += entry.byte_count
 
@@ -323,7 +325,7 @@ class Ledger:
         log.warning(
             "cannot write to %s (errno %s: %s): tensors that cannot be written stay in memory. Training goes on with "
             "the right data and needs more memory than planned. Free disk space or set ssd_dir to another directory.",
-            self.file.path,
+            error.filename or self.file.path,
             error.errno,
             error.strerror or error,
         )

@@ -25,6 +25,7 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
+from ssdtrain_fx.runtime.rank import process_rank, rank_directory
 from ssdtrain_fx.runtime.slots import ALIGNMENT_BYTES
 
 log = logging.getLogger(__name__)
@@ -42,11 +43,15 @@ class ChunkFile(Protocol):
     io_path: str
     direct: bool
     """Transfers do not go through the page cache."""
+    stripe_bytes: int | None
+    """Where set, another file begins at each multiple of it; chunks end there."""
 
     @property
     def size_bytes(self) -> int: ...
 
-    def fileno(self) -> int: ...
+    def locate(self, offset_bytes: int) -> tuple[int, int]:
+        """The descriptor of the file that holds the byte at ``offset_bytes``, and its offset there."""
+        ...
 
     def grow(self, size_bytes: int) -> OSError | None: ...
 
@@ -62,20 +67,24 @@ class ChunkFile(Protocol):
 class SpillFile:
     """The file behind one engine. Addresses, lengths and offsets are multiples of 4096 bytes."""
 
+    stripe_bytes: int | None = None
+
     def __init__(self, directory: str) -> None:
-        self.path = f"{directory}/(unnamed spill file)"
-        descriptor = _open_unnamed(directory, os.O_DIRECT)
-        if descriptor is not None and not _accepts_direct_io(descriptor):
-            os.close(descriptor)
-            descriptor = None
-        self.direct = descriptor is not None
-        if descriptor is not None:
-            self.io_path = "posix O_DIRECT"
-        else:
-            _warn_of_buffered_io(directory)
-            descriptor = _open_unnamed(directory, 0)
-            assert descriptor is not None
-            self.io_path = "posix buffered"
+        rank = process_rank()
+        self.path = f"{directory}/(unnamed spill file{'' if rank is None else f' of rank {rank}'})"
+        with rank_directory(directory, rank) as own_directory:
+            descriptor = _open_unnamed(own_directory, os.O_DIRECT)
+            if descriptor is not None and not _accepts_direct_io(descriptor):
+                os.close(descriptor)
+                descriptor = None
+            self.direct = descriptor is not None
+            if descriptor is not None:
+                self.io_path = "posix O_DIRECT"
+            else:
+                _warn_of_buffered_io(directory)
+                descriptor = _open_unnamed(own_directory, 0)
+                assert descriptor is not None
+                self.io_path = "posix buffered"
         self._descriptor = descriptor
         self._size_bytes = 0
         self._size_lock = threading.Lock()
@@ -87,6 +96,9 @@ class SpillFile:
 
     def fileno(self) -> int:
         return self._descriptor
+
+    def locate(self, offset_bytes: int) -> tuple[int, int]:
+        return self._descriptor, offset_bytes
 
     def grow(self, size_bytes: int) -> OSError | None:
         """Make the file at least ``size_bytes`` long, with its blocks reserved. Returns the error if that failed."""

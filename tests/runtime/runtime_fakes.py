@@ -24,6 +24,7 @@ class MemoryFile:
         self.path = f"{directory}/(fake file)"
         self.io_path = "fake"
         self.direct = False
+        self.stripe_bytes: int | None = None
         self.data = bytearray()
         self.capacity_bytes: int | None = None
         self.write_error: Callable[[int], OSError | None] = lambda index: None
@@ -44,8 +45,8 @@ class MemoryFile:
     def size_bytes(self) -> int:
         return len(self.data)
 
-    def fileno(self) -> int:
-        return -1
+    def locate(self, offset_bytes: int) -> tuple[int, int]:
+        return -1, offset_bytes
 
     def grow(self, size_bytes: int) -> OSError | None:
         if self.capacity_bytes is not None and size_bytes > self.capacity_bytes:

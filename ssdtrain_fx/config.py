@@ -41,6 +41,10 @@ class OffloadConfig:
     policy: Policy = "auto"
     """``auto`` moves what lowers the peak and costs little; ``all`` offloads every eligible storage at any cost."""
 
+    recompute: bool = True
+    """With ``policy="auto"``: make storages again in backward where that lowers the peak further, or costs less time,
+    than moving them. Only what gives the same bits is made again."""
+
     memory_budget_bytes: int | None = None
     """Activation peak to stay under, at the least cost in time; nothing is offloaded when the step already fits. None:
     as low as ``max_slowdown`` allows."""
@@ -85,8 +89,9 @@ class OffloadConfig:
             raise _wrong("max_slowdown", self.max_slowdown, "a finite number >= 0")
         if not isinstance(self.hardware, (Hardware, str, Path, types.NoneType)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _wrong("hardware", self.hardware, "a Hardware, the path of a profile, or None")
-        if not isinstance(self.checksum, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise _wrong("checksum", self.checksum, "True or False")
+        for name in ("recompute", "checksum"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, getattr(self, name), "True or False")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> OffloadConfig:

@@ -12,7 +12,11 @@ class ConfigError(SSDTrainError, ValueError):
 
 
 class BudgetError(SSDTrainError):
-    """``memory_budget_bytes`` is below the lowest peak that offloading can reach."""
+    """``memory_budget_bytes`` is below the lowest peak that can be reached, which is ``floor_bytes``."""
+
+    def __init__(self, floor_bytes: int, message: str) -> None:
+        super().__init__(message)
+        self.floor_bytes = floor_bytes
 
 
 class ActivationLostError(SSDTrainError, RuntimeError):

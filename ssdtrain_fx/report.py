@@ -12,7 +12,7 @@ from ssdtrain_fx.aot_eager import compile_with_aot_eager
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.dry_run import compile_to_zeros, run_dry
 from ssdtrain_fx.passes.pipeline import OffloadedStep
-from ssdtrain_fx.passes.plan import Keep, Peak, Plan, SavedStorage
+from ssdtrain_fx.passes.plan import Keep, Offload, Peak, Plan, Recompute, SavedStorage
 from ssdtrain_fx.passes.transfer_problem import TransferProblem
 from ssdtrain_fx.units import format_bytes
 
@@ -35,6 +35,7 @@ class GraphReport:
             f"predicted activation peak {peaks}, step time {100 * plan.slowdown:+.1f} %; "
             f"{format_bytes(plan.offloaded_bytes)} out and back per step; "
             f"{len(plan.offloaded)} of {len(plan.storages)} saved storages offloaded"
+            + (f", {len(plan.recomputed)} made again in backward" if plan.recomputed else "")
         )
 
     def optimality(self, config: OffloadConfig, *, time_limit_s: float = 60) -> str:
@@ -101,6 +102,7 @@ class Report:
         return "\n\n".join(parts)
 
 
+_NAMES = {Keep: "keep", Offload: "offload", Recompute: "recompute"}
 _HEADER = ("storage", "shape", "dtype", "size", "op", "source", "decision", "reason")
 
 
@@ -119,7 +121,7 @@ def _row(storage: SavedStorage) -> tuple[str, ...]:
         format_bytes(storage.size_bytes),
         storage.op,
         storage.source,
-        "keep" if isinstance(decision, Keep) else "offload",
+        _NAMES[type(decision)],
         decision.reason,
     )
 

@@ -34,6 +34,8 @@ from ssdtrain_fx.passes.alias_sets import AliasSets, find_written_storages
 from ssdtrain_fx.passes.candidates import Candidate
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 
+Inner = Literal["inductor", "aot_eager"]
+
 MAX_OPS = 8
 """Longest chain, views not counted. A guess: longer ones cost more than they save, and hold their intermediates."""
 SMALL_PARAMETER = 8
@@ -156,7 +158,7 @@ def find_recomputations(
     alias_sets: AliasSets,
     candidates: Sequence[Candidate],
     *,
-    inner: Literal["inductor", "aot_eager"],
+    inner: Inner,
     max_ops: int = MAX_OPS,
 ) -> Mapping[int, Recomputation]:
     """What backward could make again, by index of the storage. See :func:`judge_recomputations` for the reasons."""
@@ -169,7 +171,7 @@ def judge_recomputations(
     alias_sets: AliasSets,
     candidates: Sequence[Candidate],
     *,
-    inner: Literal["inductor", "aot_eager"],
+    inner: Inner,
     max_ops: int = MAX_OPS,
 ) -> Mapping[int, Recomputation | NoRecomputation]:
     """A verdict for every candidate that may leave memory. Those that must stay are in memory anyway.

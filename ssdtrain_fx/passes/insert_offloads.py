@@ -58,25 +58,31 @@ def insert_offloads(
     """Rewrite ``joint`` in place so that it executes ``plan``. A plan that keeps everything changes nothing.
 
     Args:
-        candidates: those that the plan was made from, in the same order.
+        candidates: those that the plan was made from.
         engine: what the ops are told about the engine (``EngineConfig.to_argument()``).
 
     Raises:
         InternalError: the plan does not belong to this graph.
     """
-    if len(candidates) != len(plan.storages):
-        raise InternalError(f"a plan for {len(plan.storages)} storages was applied to a graph with {len(candidates)}.")
+    sources = {
+        candidate.representative.name: candidate for candidate in candidates if candidate.representative is not None
+    }
+    decisions: dict[str, Offload] = {}
+    for storage in plan.storages:
+        if isinstance(storage.decision, Offload):
+            if storage.name not in sources or storage.decision.representative != storage.name:
+                moved = storage.decision.representative
+                raise InternalError(f"the plan moves {moved!r} for {storage.name!r}; the graph does not save that.")
+            decisions[storage.name] = storage.decision
     positions = joint.positions()
     nodes = list(joint.graph.nodes)
     steps: list[tuple[int, Step, _Chain]] = []
-    for candidate, storage in zip(candidates, plan.storages, strict=True):
-        decision = storage.decision
-        if not isinstance(decision, Offload):
+    for name, candidate in sources.items():
+        decision = decisions.get(name)
+        if decision is None:
             continue
-        source = candidate.representative
-        if source is None or source.name != decision.representative:
-            raise InternalError(f"the plan moves {decision.representative!r}, the graph has {source} there.")
-        chain = _Chain(candidate, source)
+        assert candidate.representative is not None
+        chain = _Chain(candidate, candidate.representative)
         release = Step.RELEASE_AT_ONCE if decision.release == decision.offload else Step.RELEASE
         reload = Step.RELOAD_AT_ONCE if decision.reload == decision.wait else Step.RELOAD
         steps += [

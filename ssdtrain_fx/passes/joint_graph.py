@@ -63,6 +63,18 @@ class ScheduledJointGraph:
         """Position of every node; backward nodes are those behind the marker's."""
         return {node: position for position, node in enumerate(self.graph.nodes)}
 
+    def copy(self) -> tuple[ScheduledJointGraph, Mapping[fx.Node, fx.Node]]:
+        """The same graph once more, to be rewritten; and what became of each node."""
+        env: dict[fx.Node, fx.Node] = {}
+        graph = fx.Graph()
+        for node in self.graph.nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node].meta = dict(node.meta)
+        gm = fx.GraphModule(self.gm, graph, class_name=type(self.gm).__name__)
+        gm.meta = dict(self.gm.meta)
+        saved, backward_inputs = (tuple(env[node] for node in nodes) for nodes in (self.saved, self.backward_inputs))
+        return ScheduledJointGraph(gm, saved, backward_inputs), env
+
     def text(self) -> str:
         """The graph as readable Python with shapes and strides."""
         return self.gm.print_readable(print_output=False, include_stride=True, include_device=False)

@@ -1,29 +1,33 @@
 """The pipeline, on one screen: from a partitioned training step to one that offloads.
 
-join -> find_alias_sets -> find_candidates -> copy_out_views
-     -> estimate_node_seconds, find_live_intervals -> pose_problem -> plan_offloads
-     -> insert_offloads -> verify_offloads -> split
+join -> analyse -> copy_out_views -> analyse
+     -> pose_problem -> plan_offloads                                  without recomputation,
+     -> propose_recomputations, and for each set of them:              and with it
+            insert_recomputations -> analyse -> pose_problem -> plan_offloads
+     -> the best of these plans: insert_offloads -> verify_offloads -> split
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 
 from torch import fx
 
 from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
-from ssdtrain_fx.passes.candidates import find_candidates
+from ssdtrain_fx.passes.analysis import Analysis, analyse
+from ssdtrain_fx.passes.choose_recomputations import propose_recomputations
 from ssdtrain_fx.passes.copy_out_views import copy_out_views
-from ssdtrain_fx.passes.fuse_intervals import fuse_intervals
+from ssdtrain_fx.passes.find_recomputations import Recomputation
 from ssdtrain_fx.passes.insert_offloads import insert_offloads
-from ssdtrain_fx.passes.joint_graph import join, split
-from ssdtrain_fx.passes.liveness import find_live_intervals
-from ssdtrain_fx.passes.node_costs import estimate_node_seconds, find_fused_kernels
+from ssdtrain_fx.passes.insert_recomputations import insert_recomputations
+from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, join, split
 from ssdtrain_fx.passes.plan import Plan
-from ssdtrain_fx.passes.plan_offloads import plan_offloads, pose_problem
+from ssdtrain_fx.passes.plan_offloads import add_recomputations, plan_offloads, pose_problem
 from ssdtrain_fx.passes.transfer_problem import TransferProblem
 from ssdtrain_fx.passes.verify_offloads import verify_offloads
 from ssdtrain_fx.units import format_bytes
@@ -65,46 +69,104 @@ def offload_saved_tensors(
     """
     joint = join(forward, backward, num_forward_outputs=num_forward_outputs)
     before = joint.text()
-    alias_sets = find_alias_sets(joint.graph)
-    candidates = find_candidates(joint, alias_sets, min_tensor_bytes=config.min_tensor_bytes)
-    joint, unchanged = copy_out_views(joint, alias_sets, candidates), joint
-    copied_out = joint is not unchanged
-    if copied_out:
-        alias_sets = find_alias_sets(joint.graph)
-        candidates = find_candidates(joint, alias_sets, min_tensor_bytes=config.min_tensor_bytes)
-    fused = config.inner == "inductor"
-    node_s = estimate_node_seconds(joint, alias_sets, hardware, fused=fused)
-    intervals = find_live_intervals(joint.graph, alias_sets)
-    if fused:
-        intervals = fuse_intervals(intervals, find_fused_kernels(joint, alias_sets), alias_sets)
-    problem = pose_problem(joint, candidates, intervals, node_s=node_s, hardware=hardware)
-    plan = plan_offloads(
-        joint,
-        alias_sets,
-        candidates,
-        problem,
-        intervals,
-        move_all=config.policy == "all",
-        max_slowdown=config.max_slowdown,
-        memory_budget_bytes=config.memory_budget_bytes,
-    )
+    analysis = _analyse(joint, config, hardware)
+    copied_out = copy_out_views(joint, analysis.alias_sets, analysis.candidates)
+    changed = copied_out is not joint
+    if changed:
+        analysis = _analyse(copied_out, config, hardware)
+    planned = _choose(analysis, config, hardware)
+    joint, plan = planned.analysis.joint, planned.plan
     log.info(
-        "predicted activation peak %s -> %s, %+.1f %% of the step time, %s out and back in %d of %d saved storages",
+        "predicted activation peak %s -> %s, %+.1f %% of the step time, %s out and back in %d of %d saved storages, "
+        "%d made again",
         format_bytes(plan.peak_before_bytes),
         format_bytes(plan.peak_after_bytes),
         100 * plan.slowdown,
         format_bytes(plan.offloaded_bytes),
         len(plan.offloaded),
         len(plan.storages),
+        len(plan.recomputed),
     )
     for storage in plan.storages:
         log.debug("%s %s%s: %s", storage.name, storage.dtype, list(storage.shape), storage.decision)
     if plan.offloaded:
-        insert_offloads(joint, alias_sets, plan, candidates, engine=config.engine_config().to_argument())
+        insert_offloads(
+            joint,
+            planned.analysis.alias_sets,
+            plan,
+            planned.analysis.candidates,
+            engine=config.engine_config().to_argument(),
+        )
         verify_offloads(joint)
-    elif not copied_out:
-        return OffloadedStep(forward, backward, plan, problem, before, before)
+    elif not changed and not plan.recomputed:
+        return OffloadedStep(forward, backward, plan, planned.problem, before, before)
     after = joint.text()
     log.debug("scheduled joint graph with offloads:\n%s", after)
     new_forward, new_backward = split(joint)
-    return OffloadedStep(new_forward, new_backward, plan, problem, before, after)
+    return OffloadedStep(new_forward, new_backward, plan, planned.problem, before, after)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Planned:
+    """A plan, and what it was made for."""
+
+    analysis: Analysis
+    problem: TransferProblem
+    plan: Plan
+
+
+def _analyse(joint: ScheduledJointGraph, config: OffloadConfig, hardware: Hardware) -> Analysis:
+    return analyse(joint, min_tensor_bytes=config.min_tensor_bytes, hardware=hardware, fused=config.inner == "inductor")
+
+
+def _choose(analysis: Analysis, config: OffloadConfig, hardware: Hardware) -> _Planned:
+    """The best of the plans with and without recomputation; plain offloading where they are equal.
+
+    Raises:
+        BudgetError: none of them meets the budget.
+    """
+    problem = pose_problem(analysis, hardware=hardware)
+    proposed: Sequence[tuple[Recomputation, ...]] = ()
+    if config.recompute and config.policy == "auto":
+        proposed = propose_recomputations(analysis, problem, hardware=hardware, inner=config.inner)
+    found: list[_Planned] = []
+    errors: list[BudgetError] = []
+    for recomputations in ((), *proposed):
+        try:
+            found.append(_plan(analysis, problem, recomputations, config, hardware))
+        except BudgetError as error:
+            errors.append(error)
+    if not found:
+        raise min(errors, key=lambda error: error.floor_bytes)
+    if config.memory_budget_bytes is not None:
+        return min(found, key=lambda one: (one.plan.exposed_s, one.plan.peak_after_bytes))
+    allowed = [one for one in found if one.plan.slowdown <= config.max_slowdown]
+    return min(allowed or found[:1], key=lambda one: (one.plan.peak_after_bytes, one.plan.exposed_s))
+
+
+def _plan(
+    analysis: Analysis,
+    problem: TransferProblem,
+    recomputations: Sequence[Recomputation],
+    config: OffloadConfig,
+    hardware: Hardware,
+) -> _Planned:
+    """Plan the offloads of what is left when ``recomputations`` are made; the graph itself is not touched."""
+    if recomputations:
+        joint, copy_of = analysis.joint.copy()
+        copied = [dataclasses.replace(one, nodes=tuple(copy_of[node] for node in one.nodes)) for one in recomputations]
+        joint = insert_recomputations(joint, find_alias_sets(joint.graph), copied)
+        rewritten = _analyse(joint, config, hardware)
+        problem = pose_problem(rewritten, hardware=hardware, step_s=problem.step_s)
+    else:
+        rewritten = analysis
+    plan = plan_offloads(
+        rewritten,
+        problem,
+        move_all=config.policy == "all",
+        max_slowdown=config.max_slowdown,
+        memory_budget_bytes=config.memory_budget_bytes,
+    )
+    if recomputations:
+        plan = add_recomputations(plan, analysis, recomputations)
+    return _Planned(rewritten, problem, plan)

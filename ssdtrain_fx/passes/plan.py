@@ -1,7 +1,8 @@
 """The plan: one decision for every storage that is saved for backward, as a plain value.
 
-Nodes are given by name and places by position in the scheduled joint graph *before* rewriting, so a plan prints,
-compares and serialises, and the same graph gets the same plan in every process.
+Nodes are given by name and places by position in the scheduled joint graph without offloads (with the recomputations
+that the plan decides on), so a plan prints, compares and serialises, and the same graph gets the same plan in every
+process.
 """
 
 from __future__ import annotations
@@ -31,7 +32,18 @@ class Offload:
     reason: str
 
 
-Decision = Keep | Offload
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recompute:
+    """Forget the storage in forward and make it again in backward."""
+
+    nodes: tuple[str, ...]
+    """What runs again."""
+    sources: tuple[str, ...]
+    """Saved storages that it reads, by name; these are kept, offloaded or made again themselves."""
+    reason: str
+
+
+Decision = Keep | Offload | Recompute
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,9 +96,11 @@ class Plan:
     floor_bytes: int
     """Working-set floor: no choice and no placement of offloads has a lower peak."""
     step_s: float
-    """Without offloading."""
+    """Without offloading and recomputation."""
     exposed_s: float
-    """What offloading adds to it."""
+    """What they add to it."""
+    recompute_s: float
+    """Of that, the time of what runs again."""
     read_s: float
     """How long the SSD is busy reading, and writing."""
     write_s: float
@@ -107,6 +121,10 @@ class Plan:
     @property
     def offloaded(self) -> tuple[SavedStorage, ...]:
         return tuple(storage for storage in self.storages if isinstance(storage.decision, Offload))
+
+    @property
+    def recomputed(self) -> tuple[SavedStorage, ...]:
+        return tuple(storage for storage in self.storages if isinstance(storage.decision, Recompute))
 
     @property
     def offloaded_bytes(self) -> int:
@@ -132,4 +150,12 @@ def _storage_from(raw: dict[str, Any]) -> SavedStorage:
     decision = raw.pop("decision")
     for name in ("saved_nodes", "shape"):
         raw[name] = tuple(raw[name])
-    return SavedStorage(**raw, decision=Offload(**decision) if "reload" in decision else Keep(**decision))
+    return SavedStorage(**raw, decision=_decision_from(decision))
+
+
+def _decision_from(raw: dict[str, Any]) -> Decision:
+    if "reload" in raw:
+        return Offload(**raw)
+    if "sources" in raw:
+        return Recompute(nodes=tuple(raw["nodes"]), sources=tuple(raw["sources"]), reason=raw["reason"])
+    return Keep(**raw)

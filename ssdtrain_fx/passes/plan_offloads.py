@@ -6,19 +6,20 @@ words the outcome: a decision with its reason for every saved storage, and where
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from torch import fx
 
 from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.hardware import Hardware
-from ssdtrain_fx.passes.alias_sets import AliasSets
+from ssdtrain_fx.passes.analysis import Analysis
 from ssdtrain_fx.passes.candidates import Candidate
-from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.find_recomputations import Recomputation
 from ssdtrain_fx.passes.liveness import LiveInterval, memory_profile
 from ssdtrain_fx.passes.place_transfers import Choice, choose_all, choose_cheapest, choose_lowest_peak, floor_bytes
-from ssdtrain_fx.passes.plan import Decision, Keep, Offload, Peak, Plan, SavedStorage
-from ssdtrain_fx.passes.transfer_problem import Movable, Placement, Placements, TransferProblem
+from ssdtrain_fx.passes.plan import Decision, Keep, Offload, Peak, Plan, Recompute, SavedStorage
+from ssdtrain_fx.passes.transfer_problem import Movable, Placements, TransferProblem
 
 KEPT_ELSEWHERE = "the peak is no higher with it in memory"
 KEPT_TIME = "moving it would take more time than max_slowdown allows"
@@ -27,11 +28,8 @@ NUM_LARGEST = 5
 
 
 def plan_offloads(
-    joint: ScheduledJointGraph,
-    alias_sets: AliasSets,
-    candidates: Sequence[Candidate],
+    analysis: Analysis,
     problem: TransferProblem,
-    intervals: Mapping[int, LiveInterval],
     *,
     move_all: bool = False,
     max_slowdown: float,
@@ -40,8 +38,7 @@ def plan_offloads(
     """Decide for every candidate, and predict peak and time before and after.
 
     Args:
-        problem: what :func:`pose_problem` made of the same graph, candidates and intervals.
-        intervals: when each storage is live if nothing moves.
+        problem: what :func:`pose_problem` made of the same analysis.
         move_all: offload every storage that may move, whatever it costs.
         max_slowdown: the lowest peak that adds at most this share to the step is chosen.
         memory_budget_bytes: instead, the peak is brought under this at the least cost, and nothing more is moved.
@@ -50,7 +47,7 @@ def plan_offloads(
         BudgetError: no placement brings the predicted peak under the budget.
     """
     floor = floor_bytes(problem)
-    before = _find_peak(joint, alias_sets, intervals, {})
+    before = _find_peak(analysis, {})
     reason_not_moved = KEPT_ELSEWHERE
     if move_all:
         choice = choose_all(problem)
@@ -58,9 +55,10 @@ def plan_offloads(
         found = choose_cheapest(problem, budget_bytes=memory_budget_bytes)
         if found is None:
             raise BudgetError(
+                floor,
                 f"memory_budget_bytes is {memory_budget_bytes}, but the predicted activation peak of this graph cannot "
                 f"get below {floor} bytes (without offloading: {before.size_bytes}). "
-                "Raise the budget to at least that, or lower the batch size or min_tensor_bytes."
+                "Raise the budget to at least that, or lower the batch size or min_tensor_bytes.",
             )
         choice, reason_not_moved = found, KEPT_FITS
     else:
@@ -71,48 +69,68 @@ def plan_offloads(
     movables = {movable.idx: movable for movable in problem.movables}
     return Plan(
         storages=tuple(
-            _describe_storage(candidate, intervals, choice, movables, reason_not_moved) for candidate in candidates
+            _describe_storage(candidate, analysis, _decide(candidate, choice, movables, reason_not_moved))
+            for candidate in analysis.candidates
         ),
         peak_before=before,
-        peak_after=_find_peak(joint, alias_sets, intervals, choice.placements),
+        peak_after=_find_peak(analysis, choice.placements),
         floor_bytes=floor,
         step_s=problem.step_s,
         exposed_s=simulation.exposed_s,
+        recompute_s=problem.recompute_s,
         read_s=simulation.read_busy_s,
         write_s=simulation.write_busy_s,
     )
 
 
-def pose_problem(
-    joint: ScheduledJointGraph,
-    candidates: Sequence[Candidate],
-    intervals: Mapping[int, LiveInterval],
-    *,
-    node_s: Sequence[float],
-    hardware: Hardware,
-) -> TransferProblem:
+def pose_problem(analysis: Analysis, *, hardware: Hardware, step_s: float | None = None) -> TransferProblem:
     """What has to be decided, in numbers.
 
     Args:
-        intervals: when each storage is live if nothing moves.
-        node_s: seconds of every node of the joint graph.
+        step_s: time of the step without recomputation, when the graph recomputes more than the partitioner chose.
     """
-    positions = joint.positions()
-    marker = positions[joint.marker]
+    intervals = analysis.intervals
+    positions = analysis.joint.positions()
+    marker = positions[analysis.joint.marker]
     movables = [
         _describe_movable(candidate, intervals[candidate.storage.idx], positions, marker)
-        for candidate in candidates
+        for candidate in analysis.candidates
         if candidate.representative is not None
     ]
     moving = {movable.idx for movable in movables}
     fixed = [interval for idx, interval in intervals.items() if idx not in moving]
     return TransferProblem(
-        node_s=tuple(node_s),
+        node_s=analysis.node_s,
         marker=marker,
         fixed_live_bytes=memory_profile(fixed, len(positions)).live_bytes,
         movables=tuple(sorted(movables, key=lambda movable: (movable.complete, movable.idx))),
         hardware=hardware,
+        recompute_s=0.0 if step_s is None else sum(analysis.node_s) - step_s,
     )
+
+
+def add_recomputations(plan: Plan, analysis: Analysis, recomputations: Sequence[Recomputation]) -> Plan:
+    """``plan``, made after ``recomputations`` were inserted, with a decision for what these make too.
+
+    Args:
+        analysis: of the graph without them.
+    """
+    positions = {node.name: position for node, position in analysis.joint.positions().items()}
+    candidates = {candidate.storage.idx: candidate for candidate in analysis.candidates}
+    recomputed = [
+        _describe_storage(
+            candidates[recomputation.storage_idx],
+            analysis,
+            Recompute(
+                nodes=tuple(node.name for node in recomputation.nodes),
+                sources=tuple(_main_node(candidates[idx]).name for idx in recomputation.sources),
+                reason="made again in backward",
+            ),
+        )
+        for recomputation in recomputations
+    ]
+    storages = sorted((*plan.storages, *recomputed), key=lambda storage: positions[storage.name])
+    return dataclasses.replace(plan, storages=tuple(storages), peak_before=_find_peak(analysis, {}))
 
 
 def _describe_movable(
@@ -143,17 +161,12 @@ def _describe_movable(
     )
 
 
-def _find_peak(
-    joint: ScheduledJointGraph,
-    alias_sets: AliasSets,
-    intervals: Mapping[int, LiveInterval],
-    placements: Placements,
-) -> Peak:
+def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
     spans: list[LiveInterval] = []
-    for idx, interval in intervals.items():
+    for idx, interval in analysis.intervals.items():
         placement = placements.get(idx)
         spans += [interval] if placement is None else interval.without(placement.release, placement.reload)
-    nodes = list(joint.graph.nodes)
+    nodes = list(analysis.joint.graph.nodes)
     profile = memory_profile(spans, len(nodes))
     position = profile.peak_position
     there = [span for span in spans if span.start <= position < span.end]
@@ -162,17 +175,21 @@ def _find_peak(
         size_bytes=profile.peak_bytes,
         position=position,
         node=nodes[position].name,
-        phase="forward" if position < nodes.index(joint.marker) else "backward",
+        phase="forward" if position < nodes.index(analysis.joint.marker) else "backward",
         source=_source_line(nodes[position]),
         largest=tuple(
-            (alias_sets.storages[span.storage_idx].allocator.name, span.size_bytes) for span in there[:NUM_LARGEST]
+            (analysis.alias_sets.storages[span.storage_idx].allocator.name, span.size_bytes)
+            for span in there[:NUM_LARGEST]
         ),
     )
 
 
-def _decide(candidate: Candidate, movable: Movable, placement: Placement) -> Offload:
+def _decide(candidate: Candidate, choice: Choice, movables: Mapping[int, Movable], reason_not_moved: str) -> Decision:
+    idx = candidate.storage.idx
+    if idx not in choice.placements:
+        return Keep(candidate.reason_to_keep or reason_not_moved)
     assert candidate.representative is not None
-    views = len(candidate.saved_nodes)
+    placement, movable, views = choice.placements[idx], movables[idx], len(candidate.saved_nodes)
     return Offload(
         representative=candidate.representative.name,
         offload=movable.complete,
@@ -183,22 +200,15 @@ def _decide(candidate: Candidate, movable: Movable, placement: Placement) -> Off
     )
 
 
-def _describe_storage(
-    candidate: Candidate,
-    intervals: Mapping[int, LiveInterval],
-    choice: Choice,
-    movables: Mapping[int, Movable],
-    reason_not_moved: str,
-) -> SavedStorage:
-    idx = candidate.storage.idx
-    decision: Decision
-    if idx in choice.placements:
-        decision = _decide(candidate, movables[idx], choice.placements[idx])
-    else:
-        decision = Keep(candidate.reason_to_keep or reason_not_moved)
-    node = candidate.representative or candidate.saved_nodes[0]
+def _main_node(candidate: Candidate) -> fx.Node:
+    """The node that the storage is named after."""
+    return candidate.representative or candidate.saved_nodes[0]
+
+
+def _describe_storage(candidate: Candidate, analysis: Analysis, decision: Decision) -> SavedStorage:
+    node = _main_node(candidate)
     value = node.meta["val"]
-    interval = intervals.get(idx)
+    interval = analysis.intervals.get(candidate.storage.idx)
     size_bytes = interval.size_bytes if interval is not None else _size_of_input(candidate)
     return SavedStorage(
         name=node.name,

@@ -68,11 +68,13 @@ class TransferProblem:
     movables: tuple[Movable, ...]
     """In the order of ``complete``; ties by idx."""
     hardware: Hardware
+    recompute_s: float = 0.0
+    """What recomputation has added to ``node_s``; it is exposed time, as stalls are."""
 
     @property
     def step_s(self) -> float:
-        """Time of the step when nothing is moved."""
-        return sum(self.node_s)
+        """Time of the step when nothing is moved or recomputed."""
+        return sum(self.node_s) - self.recompute_s
 
     def blocks_out_s(self, size_bytes: int) -> float:
         """Compute-stream time of one offload and its release, stalls not included."""

@@ -18,6 +18,7 @@ from ssdtrain_fx import _torch_private
 from ssdtrain_fx.aot_eager import run_node_by_node
 from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.passes.alias_sets import AliasSets, find_alias_sets
+from ssdtrain_fx.passes.analysis import Analysis as PlannerAnalysis
 from ssdtrain_fx.passes.candidates import Candidate, find_candidates
 from ssdtrain_fx.passes.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, join
@@ -95,15 +96,16 @@ class Analysis:
         budget_bytes: int | None = None,
     ) -> Plan:
         """Every node takes a second; ``disk`` bytes go either way meanwhile. No copies, no staging."""
-        node_s = [1.0] * len(self.joint.graph.nodes)
-        intervals = find_live_intervals(self.joint.graph, self.alias_sets)
-        problem = pose_problem(self.joint, self.candidates, intervals, node_s=node_s, hardware=disk_only(disk))
+        known = PlannerAnalysis(
+            joint=self.joint,
+            alias_sets=self.alias_sets,
+            candidates=self.candidates,
+            intervals=find_live_intervals(self.joint.graph, self.alias_sets),
+            node_s=(1.0,) * len(self.joint.graph.nodes),
+        )
         return plan_offloads(
-            self.joint,
-            self.alias_sets,
-            self.candidates,
-            problem,
-            intervals,
+            known,
+            pose_problem(known, hardware=disk_only(disk)),
             move_all=policy == "all",
             max_slowdown=max_slowdown,
             memory_budget_bytes=budget_bytes,

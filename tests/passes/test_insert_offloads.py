@@ -256,8 +256,7 @@ def test_a_plan_that_keeps_everything_changes_nothing() -> None:
 def test_a_plan_for_another_graph_is_refused() -> None:
     deep, attention = analyse(capture_toy("deep")), analyse(capture_toy("attention"))
     before = listing(deep.joint.graph)
-    expected = f"a plan for {len(attention.candidates)} storages was applied to a graph with {len(deep.candidates)}"
-    with pytest.raises(InternalError, match=expected):
+    with pytest.raises(InternalError, match="the graph does not save that"):
         deep.rewrite(attention.plan())
     assert listing(deep.joint.graph) == before
 
@@ -270,7 +269,7 @@ def test_a_plan_that_moves_another_node_is_refused() -> None:
     other = dataclasses.replace(saved, decision=dataclasses.replace(saved.decision, representative="mul"))
     wrong = dataclasses.replace(plan, storages=tuple(other if one is saved else one for one in plan.storages))
     before = listing(analysis.joint.graph)
-    with pytest.raises(InternalError, match="the plan moves 'mul', the graph has mm there"):
+    with pytest.raises(InternalError, match="the plan moves 'mul' for 'mm'"):
         analysis.rewrite(wrong)
     assert listing(analysis.joint.graph) == before, "refused before anything was changed"
 

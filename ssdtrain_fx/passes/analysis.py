@@ -1,0 +1,48 @@
+"""What the planner knows about a scheduled joint graph: aliases, candidates, live intervals, seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes.alias_sets import AliasSets, find_alias_sets
+from ssdtrain_fx.passes.candidates import Candidate, find_candidates
+from ssdtrain_fx.passes.fuse_intervals import fuse_intervals
+from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.liveness import LiveInterval, find_live_intervals
+from ssdtrain_fx.passes.node_costs import estimate_node_seconds, find_fused_kernels
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Analysis:
+    """Facts about one graph; stale as soon as the graph is rewritten."""
+
+    joint: ScheduledJointGraph
+    alias_sets: AliasSets
+    candidates: tuple[Candidate, ...]
+    intervals: Mapping[int, LiveInterval]
+    """When each storage is live if nothing moves, by its index."""
+    node_s: tuple[float, ...]
+    """Seconds of every node."""
+
+
+def analyse(joint: ScheduledJointGraph, *, min_tensor_bytes: int, hardware: Hardware, fused: bool) -> Analysis:
+    """Run all analyses.
+
+    Args:
+        min_tensor_bytes: storages smaller than this are no candidates.
+        hardware: gives the rates behind the seconds.
+        fused: the graph will be compiled by Inductor, which keeps some storages out of memory and saves kernels.
+    """
+    alias_sets = find_alias_sets(joint.graph)
+    intervals = find_live_intervals(joint.graph, alias_sets)
+    if fused:
+        intervals = fuse_intervals(intervals, find_fused_kernels(joint, alias_sets), alias_sets)
+    return Analysis(
+        joint=joint,
+        alias_sets=alias_sets,
+        candidates=find_candidates(joint, alias_sets, min_tensor_bytes=min_tensor_bytes),
+        intervals=intervals,
+        node_s=estimate_node_seconds(joint, alias_sets, hardware, fused=fused),
+    )

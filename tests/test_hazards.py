@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from steps import FAST_DISK, assert_same_bits, counted, settled_statistics, small_model, train
+from steps import FAST_DISK, counted, settled_statistics, small_model
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from ssdtrain_fx import OffloadConfig, backend
 from ssdtrain_fx.hardware import Channel
+from ssdtrain_fx.testing import assert_same_bits, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

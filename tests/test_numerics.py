@@ -11,9 +11,10 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from steps import FAST_DISK, Autocast, assert_same_bits, counted, small_model, train
+from steps import FAST_DISK, Autocast, counted, small_model
 
 from ssdtrain_fx import OffloadConfig, backend
+from ssdtrain_fx.testing import assert_same_bits, train
 
 MODELS = ["gpt2", "bert", "t5", "llama", "encoder", "conv"]
 
@@ -135,8 +136,9 @@ def test_two_configurations_in_one_process_do_not_share_compiled_code() -> None:
 _ANOTHER_PROCESS = """
 import sys
 import torch
-from steps import FAST_DISK, assert_same_bits, counted, small_model, train
+from steps import FAST_DISK, counted, small_model
 from ssdtrain_fx import OffloadConfig, backend
+from ssdtrain_fx.testing import assert_same_bits, train
 torch.set_num_threads(1)
 model, batches = small_model("encoder", dropout=0.1)
 expected = train(model, batches, "inductor")

@@ -15,33 +15,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from profiles import HARDWARE
 from typer.testing import CliRunner
 
 from ssdtrain_fx import probe, profile_store
 from ssdtrain_fx.cli import app
 from ssdtrain_fx.clocks import CpuClock, CudaClock, clock_of
 from ssdtrain_fx.errors import ConfigError
-from ssdtrain_fx.hardware import Channel, Hardware, convolution_key
+from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.probe import fit_channel, load_hardware, measure_hardware, share_of
 from ssdtrain_fx.profile_store import profile_directory, profile_key, profile_path, store_profile
 from ssdtrain_fx.reference_rates import run_fio
 
-HARDWARE = Hardware(
-    device="cpu",
-    flops_per_s={"float32": 2e11, convolution_key("float32"): 4e11},
-    memory_bytes_per_s=5e10,
-    elements_per_s={"float32": 5e9},
-    kernel_s=4e-6,
-    write=Channel(bytes_per_s=3e9, latency_s=1e-4),
-    read=Channel(bytes_per_s=2e9, latency_s=2e-4),
-    share_when_both=0.6,
-    copy_out=Channel(bytes_per_s=1e10),
-    copy_in=Channel(bytes_per_s=2e10),
-    copies_block_compute=True,
-    offload_s=5e-5,
-    reload_s=6e-5,
-    staging_bytes=12 << 20,
-)
 OTHER = dataclasses.replace(HARDWARE, kernel_s=5e-6)
 
 

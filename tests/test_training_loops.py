@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-from steps import assert_same_gradients, gradients_of, settled_statistics, small_model
+from steps import settled_statistics, small_model
 from torch import Tensor, nn
 
 from ssdtrain_fx import OffloadConfig, backend, statistics
+from ssdtrain_fx.testing import assert_same_bits, gradients_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +50,7 @@ def compare(inner: str, loop: Callable[[Callable[..., Tensor], list[Tensor]], No
         loop(torch.compile(model, backend=compiler), batches)
         gradients.append(gradients_of(model))
         assert (statistics().since(before).offloads > 0) == (compiler != inner)
-    assert_same_gradients(gradients[1], gradients[0])
+    assert_same_bits(gradients[1], gradients[0])
     assert settled_statistics().slots_in_use == 0
 
 
@@ -141,7 +142,7 @@ def test_checkpointing_inside_the_model(inner: Any) -> None:
         if compiler != inner and inner == "inductor":  # node by node, the partitioner recomputes everything
             assert statistics().since(before).offloads > 0
         found.append(gradients_of(model))
-    assert_same_gradients(found[1], found[0])
+    assert_same_bits(found[1], found[0])
 
 
 def test_two_models_share_one_engine() -> None:
@@ -158,7 +159,7 @@ def test_two_models_share_one_engine() -> None:
         for model in models:
             model.zero_grad(set_to_none=True)
     for one, other in zip(*found, strict=True):
-        assert_same_gradients(one, other)
+        assert_same_bits(one, other)
     assert statistics().file_bytes > 0
     assert settled_statistics().slots_in_use == 0
 
@@ -198,7 +199,7 @@ def test_training_from_several_threads() -> None:
         thread.join()
     assert not errors
     for model, gradients in zip(models, expected, strict=True):
-        assert_same_gradients(gradients_of(model), gradients)
+        assert_same_bits(gradients_of(model), gradients)
     assert settled_statistics().slots_in_use == 0
 
 

@@ -39,10 +39,12 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "StorageWeakRef",
     "aot_autograd",
     "compile_apart",
     "functorch_config_patch",
     "is_saved_descriptor",
+    "leaves_by_path",
     "saved_descriptors",
     "size_hint",
     "storage_key",
@@ -60,6 +62,13 @@ def tree_leaves(value: object) -> list[Any]:
     from torch.utils import _pytree
 
     return _pytree.tree_leaves(value)
+
+
+def leaves_by_path(value: object) -> dict[str, Any]:
+    """The leaves of nested tuples, lists and dicts, each by its path, such as ``[0]['bias']``."""
+    from torch.utils import _pytree
+
+    return {_pytree.keystr(path): leaf for path, leaf in _pytree.tree_flatten_with_path(value)[0]}
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -114,7 +123,7 @@ def aot_autograd(
     return compiled(gm, example_inputs)
 
 
-def compile_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+def compile_apart(model: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """``torch.compile`` that uses up none of the recompilations of ``model``, and raises the backend's own errors.
 
     torch 2.11 has no ``isolate_recompiles``; there the limit is lifted for the call, and the entries stay behind.
@@ -123,7 +132,8 @@ def compile_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Cal
     from torch._dynamo.exc import BackendCompilerFailed
 
     isolated = "isolate_recompiles" in inspect.signature(cast(Any, torch.compile)).parameters
-    options: dict[str, Any] = {"isolate_recompiles": True} if isolated else {}
+    if isolated:
+        options["isolate_recompiles"] = True
     limits: dict[str, Any] = {} if isolated else {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -11,43 +11,21 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 from hypothesis import strategies as st
 
 from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.passes.transfer_problem import Movable, TransferProblem
+from ssdtrain_fx.testing import toy_hardware
 
 MIB = 1 << 20
 
 
-def make_hardware(
-    *,
-    write: Channel,
-    read: Channel,
-    copy_bytes_per_s: float = 1e12,
-    copies_block_compute: bool = False,
-    offload_s: float = 0.0,
-    reload_s: float = 0.0,
-    staging_bytes: int = 0,
-    share_when_both: float = 1.0,
-) -> Hardware:
+def make_hardware(*, copy_bytes_per_s: float = 1e12, share_when_both: float = 1.0, **changes: Any) -> Hardware:
     """Only what a TransferProblem asks for means anything."""
-    return Hardware(
-        device="cpu",
-        flops_per_s={"float32": 1.0},
-        memory_bytes_per_s=1.0,
-        elements_per_s={"float32": 1.0},
-        kernel_s=0.0,
-        write=write,
-        read=read,
-        share_when_both=share_when_both,
-        copy_out=Channel(bytes_per_s=copy_bytes_per_s),
-        copy_in=Channel(bytes_per_s=copy_bytes_per_s),
-        copies_block_compute=copies_block_compute,
-        offload_s=offload_s,
-        reload_s=reload_s,
-        staging_bytes=staging_bytes,
-    )
+    copy = Channel(bytes_per_s=copy_bytes_per_s)
+    return toy_hardware(copy_out=copy, copy_in=copy, share_when_both=share_when_both, **changes)
 
 
 def random_problem(rng: random.Random, *, num_movables: int, num_positions: int) -> TransferProblem:

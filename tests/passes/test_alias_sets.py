@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import TOYS, Partition, analyse, calls, capture_step, capture_toy, min_cut, named, names, save_all
+from graphs import matrix, names
 from torch import Tensor, fx
 
 from ssdtrain_fx.passes.alias_sets import AliasSets, Storage, find_alias_sets
+from ssdtrain_fx.testing import TOYS, Partition, analyse, calls, capture_step, capture_toy, min_cut, named, save_all
 
 aten = torch.ops.aten
 
@@ -21,10 +22,6 @@ def storage_of(graph: fx.Graph, target: object) -> Storage:
     storage = find_alias_sets(graph).of(calls(graph, target)[0])
     assert storage is not None
     return storage
-
-
-def matrix() -> Tensor:
-    return torch.randn(4, 6, requires_grad=True)
 
 
 def test_views_share_the_storage_of_their_base() -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from graphs import Analysis, CapturedStep, analyse, calls, capture_step, capture_toy, named, names
+from graphs import matrix, names
 from torch import Tensor, fx, nn
 
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.candidates import Candidate, find_candidates, view_path
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.testing import CapturedStep, GraphAnalysis, analyse, calls, capture_step, capture_toy, named
 
 aten = torch.ops.aten
 HELD = "graph input: a parameter, a buffer or data that the caller holds"
@@ -21,24 +22,20 @@ RETURNED = "graph output: the caller holds it, offloading would free nothing"
 PART_ONLY = "no node covers the storage: only a part of it is in this graph"
 
 
-def matrix(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape or (4, 6), dtype=dtype, requires_grad=True)
-
-
-def candidates_of(function: Callable[..., Any], *inputs: Tensor, min_tensor_bytes: int = 0) -> Analysis:
+def candidates_of(function: Callable[..., Any], *inputs: Tensor, min_tensor_bytes: int = 0) -> GraphAnalysis:
     return analyse(capture_step(function, *inputs), min_tensor_bytes=min_tensor_bytes)
 
 
-def made_by(analysis: Analysis, target: object) -> Candidate:
+def made_by(analysis: GraphAnalysis, target: object) -> Candidate:
     """The one candidate whose storage the (only) call of ``target`` allocates."""
     (found,) = [candidate for candidate in analysis.candidates if candidate.storage.allocator.target is target]
     return found
 
 
-def again(joint: ScheduledJointGraph) -> Analysis:
+def again(joint: ScheduledJointGraph) -> GraphAnalysis:
     """Candidates of a graph that a test has changed by hand."""
     alias_sets = find_alias_sets(joint.graph)
-    return Analysis(joint, alias_sets, find_candidates(joint, alias_sets, min_tensor_bytes=0))
+    return GraphAnalysis(joint, alias_sets, find_candidates(joint, alias_sets, min_tensor_bytes=0))
 
 
 def capture_exp() -> CapturedStep:
@@ -255,7 +252,7 @@ class TestMoves:
         assert candidate.reason_to_keep == ""
 
 
-def qkv_analysis() -> Analysis:
+def qkv_analysis() -> GraphAnalysis:
     """addmm [8, 12] -> split -> q, k, v [8, 4] -> views of them are saved."""
 
     def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:

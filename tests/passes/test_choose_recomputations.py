@@ -7,39 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
-from graphs import TOYS, CapturedStep, Program, capture_program, capture_step, capture_toy, random_programs, run
+from graphs import Program, capture_program, random_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_liveness import measure, without
+from test_liveness import without
 from torch import Tensor
 
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import BudgetError
-from ssdtrain_fx.hardware import Channel, Hardware
+from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.joint_graph import join
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 from ssdtrain_fx.passes.plan import Keep, Offload, Plan, Recompute
+from ssdtrain_fx.testing import TOYS, CapturedStep, assert_same_bits, capture_step, capture_toy, toy_hardware
 
 
 def machine(disk_bytes_per_s: float) -> Hardware:
     """Kernels take a microsecond each; only the disk is slow."""
-    disk, free = Channel(bytes_per_s=disk_bytes_per_s), Channel(bytes_per_s=1e30)
-    return Hardware(
-        device="cpu",
-        flops_per_s={"float32": 1e15},
-        memory_bytes_per_s=1e15,
-        elements_per_s={"float32": 1e15},
-        kernel_s=1e-6,
-        write=disk,
-        read=disk,
-        share_when_both=0.5,
-        copy_out=free,
-        copy_in=free,
-        copies_block_compute=False,
-        offload_s=0.0,
-        reload_s=0.0,
-        staging_bytes=0,
+    rates = {"float32": 1e15}
+    return toy_hardware(
+        disk_bytes_per_s, flops_per_s=rates, memory_bytes_per_s=1e15, elements_per_s=rates, kernel_s=1e-6
     )
 
 
@@ -75,13 +62,10 @@ def assert_sound(step: CapturedStep, rewritten: OffloadedStep) -> None:
     """Same bits as before, and the peak that the plan promises, counted on the storages of real tensors."""
     before = step.join()
     joint = join(rewritten.forward, rewritten.backward, num_forward_outputs=step.num_forward_outputs)
-    counter = measure(joint.gm, step.joint_args(joint))
+    counter = step.measure(joint)
     assert max(without(counter.live_bytes, counter.token_bytes)) == rewritten.plan.peak_after_bytes
-    found, expected = (pytree.tree_leaves(run(one.gm, step.joint_args(one))) for one in (joint, before))
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
-    counted = measure(before.gm, step.joint_args(before))
-    assert max(counted.live_bytes) == rewritten.plan.peak_before_bytes
+    assert_same_bits(step.run(joint), step.run(before))
+    assert max(step.measure(before).live_bytes) == rewritten.plan.peak_before_bytes
 
 
 def test_a_disk_that_is_too_slow_leaves_recomputation() -> None:

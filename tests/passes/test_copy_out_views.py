@@ -3,47 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from functorch.compile import min_cut_rematerialization_partition
-from graphs import (
-    TOYS,
-    Analysis,
-    CapturedStep,
-    Program,
-    analyse,
-    calls,
-    capture_program,
-    capture_step,
-    capture_toy,
-    listing,
-    named,
-    names,
-    random_programs,
-    run,
-)
+from graphs import Program, capture_program, live_at_marker, matrix, names, random_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import assert_same_bits, small_model, train
-from test_recomputations import assert_equal, live_at_marker
+from rewriting_backend import rewriting_backend
+from steps import small_model
 from torch import Tensor, fx
 
-from ssdtrain_fx import _torch_private
-from ssdtrain_fx._torch_private import inductor as private
-from ssdtrain_fx.aot_eager import run_node_by_node
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
-from ssdtrain_fx.passes.candidates import find_candidates
 from ssdtrain_fx.passes.copy_out_views import copy_out_views
-from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, join, split
+from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, split
+from ssdtrain_fx.testing import (
+    TOYS,
+    CapturedStep,
+    GraphAnalysis,
+    analyse,
+    assert_same_bits,
+    calls,
+    capture_step,
+    capture_toy,
+    changes,
+    listing,
+    named,
+    train,
+)
 
 aten = torch.ops.aten
-
-
-def matrix(*shape: int) -> Tensor:
-    return torch.randn(shape, requires_grad=True)
 
 
 def class_token() -> CapturedStep:
@@ -56,7 +46,7 @@ def class_token() -> CapturedStep:
     return capture_step(function, matrix(64, 6), matrix(6, 8), matrix(8, 8))
 
 
-def copy_out(analysis: Analysis, min_saved_bytes: int = 1, **options: Any) -> ScheduledJointGraph:
+def copy_out(analysis: GraphAnalysis, min_saved_bytes: int = 1, **options: Any) -> ScheduledJointGraph:
     return copy_out_views(
         analysis.joint, analysis.alias_sets, analysis.candidates, min_saved_bytes=min_saved_bytes, **options
     )
@@ -97,45 +87,26 @@ return ((add), (mm_5, mm_4, mm_2))""",
 
 def test_after() -> None:
     assert_expected_inline(
-        listing(copy_out(analyse(class_token())).graph),
+        changes(listing(class_token().join().graph), listing(copy_out(analyse(class_token())).graph)),
         """\
-primals_1: f32[64, 6]
-primals_2: f32[6, 8]
-primals_3: f32[8, 8]
-tangents_1: f32[]
-mm: f32[64, 8] = mm(primals_1, primals_2)
-view_2: f32[4, 16, 8] = view(mm, [4, 16, 8])
-select_1: f32[4, 8] = select.int(view_2, 1, 0)
-clone_default: f32[4, 8] = clone(select_1)
-view: f32[4, 16, 8] = view(mm, [4, 16, 8])
-select: f32[4, 8] = select.int(view, 1, 0)
-mm_1: f32[4, 8] = mm(select, primals_3)
-sum_1: f32[] = sum(mm_1)
-sum_2: f32[] = sum(view)
-add: f32[] = add(sum_1, sum_2)
-backward_starts()
-expand: f32[4, 16, 8] = expand(tangents_1, [4, 16, 8])
-expand_1: f32[4, 8] = expand(tangents_1, [4, 8])
-t: f32[8, 4] = t(clone_default)
-mm_2: f32[8, 8] = mm(t, expand_1)
-t_1: f32[8, 8] = t(primals_3)
-mm_3: f32[4, 8] = mm(expand_1, t_1)
-select_backward: f32[4, 16, 8] = select_backward(mm_3, [4, 16, 8], 1, 0)
-add_1: f32[4, 16, 8] = add(expand, select_backward)
-view_1: f32[64, 8] = view(add_1, [64, 8])
-t_2: f32[6, 64] = t(primals_1)
-mm_4: f32[6, 8] = mm(t_2, view_1)
-t_3: f32[8, 6] = t(primals_2)
-mm_5: f32[64, 6] = mm(view_1, t_3)
-return ((add), (mm_5, mm_4, mm_2))""",
+...
+ mm: f32[64, 8] = mm(primals_1, primals_2)
++view_2: f32[4, 16, 8] = view(mm, [4, 16, 8])
++select_1: f32[4, 8] = select.int(view_2, 1, 0)
++clone_default: f32[4, 8] = clone(select_1)
+ view: f32[4, 16, 8] = view(mm, [4, 16, 8])
+...
+ expand_1: f32[4, 8] = expand(tangents_1, [4, 8])
+-t: f32[8, 4] = t(select)
++t: f32[8, 4] = t(clone_default)
+ mm_2: f32[8, 8] = mm(t, expand_1)""",
     )
 
 
 def test_less_is_alive_where_backward_begins() -> None:
     """Counted on real storages: the matrix product has gone, its first token is left."""
     step = class_token()
-    before = live_at_marker(step, step.join())
-    after = live_at_marker(step, copy_out(analyse(step)))
+    before, after = (live_at_marker(step, joint) for joint in (step.join(), copy_out(analyse(step))))
     assert before - after == (4 * 16 * 8 - 4 * 8) * 4
 
 
@@ -184,7 +155,7 @@ def test_two_saved_views_are_two_copies_and_a_view_of_one_is_taken_from_it() -> 
         return (first.sin() @ v).sum() + (v @ first.t()).sum() + (last @ v).sum() + h.sum()
 
     step = capture_step(function, matrix(64, 6), matrix(6, 8), matrix(8, 8))
-    before, analysis = step.join(), analyse(step)
+    analysis = analyse(step)
     storage = analysis.alias_sets.of(named(analysis.joint.graph, "mm"))
     joint = copy_out(analysis)
     clones = calls(joint.graph, aten.clone.default)
@@ -192,7 +163,7 @@ def test_two_saved_views_are_two_copies_and_a_view_of_one_is_taken_from_it() -> 
     assert storage is not None
     assert not set(joint.saved) & set(storage.members)
     assert {node for node in joint.saved if node.op != "placeholder"} >= set(clones)
-    assert_equal(run(joint.gm, step.joint_args(joint)), run(before.gm, step.joint_args(before)))
+    assert_same_bits(step.run(joint), step.run())
 
 
 def test_the_copy_is_made_where_the_storage_is() -> None:
@@ -235,10 +206,9 @@ def test_split_saves_what_is_said_to_be_saved() -> None:
 
 
 def check_bits(step: CapturedStep, min_parts: int) -> None:
-    before = step.join()
     joint = copy_out(analyse(step), min_parts=min_parts)
     joint.graph.lint()
-    assert_equal(run(joint.gm, step.joint_args(joint)), run(before.gm, step.joint_args(before)))
+    assert_same_bits(step.run(joint), step.run())
     split(joint)
 
 
@@ -253,43 +223,20 @@ def test_random_graphs_give_the_same_bits(program: Program, min_parts: int) -> N
     check_bits(capture_program(program), min_parts)
 
 
-def rewrite(
-    forward: fx.GraphModule, backward: fx.GraphModule, num_forward_outputs: int, done: list[int]
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    joint = join(forward, backward, num_forward_outputs=num_forward_outputs)
-    alias_sets = find_alias_sets(joint.graph)
-    analysis = Analysis(joint, alias_sets, find_candidates(joint, alias_sets, min_tensor_bytes=0))
-    before = len(calls(joint.graph, aten.clone.default))
-    rewritten = copy_out(analysis)
-    done.append(len(calls(rewritten.graph, aten.clone.default)) - before)
-    return split(rewritten)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["vit", "bert", "gpt2"])
-def test_models_train_to_the_same_bits(name: str, inner: str) -> None:
+def test_models_train_to_the_same_bits(name: str, inner: Literal["aot_eager", "inductor"]) -> None:
     """ViT classifies by one token of its last layer."""
     done: list[int] = []
 
-    def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        return rewrite(forward, backward, kwargs["num_fwd_outputs"], done)
-
-    class Partitioner(private.CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            return partition(gm, joint_inputs, **kwargs)
-
-        def uuid(self) -> str:
-            return "copy_out_views"
-
-    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
-        if inner == "aot_eager":
-            return _torch_private.aot_autograd(gm, example_inputs, compiler=run_node_by_node, partition_fn=partition)
-        with _torch_private.functorch_config_patch(enable_autograd_cache=False):
-            return private.compile_fx(gm, example_inputs, config_patches={"custom_partitioner_fn": Partitioner()})
+    def rewrite(joint: ScheduledJointGraph) -> ScheduledJointGraph:
+        before = len(calls(joint.graph, aten.clone.default))
+        rewritten = copy_out(analyse(joint))
+        done.append(len(calls(rewritten.graph, aten.clone.default)) - before)
+        return rewritten
 
     model, batches = small_model(name, dropout=0.1)
-    assert_same_bits(train(model, batches, backend), train(model, batches, inner))
+    assert_same_bits(train(model, batches, rewriting_backend(rewrite, inner)), train(model, batches, inner))
     assert name != "vit" or done == [1]

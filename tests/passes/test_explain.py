@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import disk_only
 from torch import Tensor, nn
 
 import ssdtrain_fx
 from ssdtrain_fx import BudgetError, OffloadConfig, Report, explain
 from ssdtrain_fx.passes.plan import Keep, Offload
+from ssdtrain_fx.testing import toy_hardware
 
 
 class Toy(nn.Module):
@@ -198,7 +198,7 @@ def test_nothing_is_opened_on_disk(inner: str, tmp_path: Path) -> None:
 
 def test_the_directory_need_not_exist_when_the_hardware_is_given() -> None:
     """To plan for a machine from another one."""
-    assert explain_toy(ssd_dir="/this/is/nowhere", hardware=disk_only(1e9)).graphs[0].plan.offloaded
+    assert explain_toy(ssd_dir="/this/is/nowhere", hardware=toy_hardware(1e9)).graphs[0].plan.offloaded
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from graphs import analyse, capture_step, capture_toy, named
 from torch import Tensor
 
 from ssdtrain_fx.passes.fuse_intervals import fuse_intervals
 from ssdtrain_fx.passes.liveness import LiveInterval, find_live_intervals
 from ssdtrain_fx.passes.node_costs import find_fused_kernels
+from ssdtrain_fx.testing import analyse, capture_step, capture_toy, named
 
 
 def chain(x: Tensor, w: Tensor) -> Tensor:

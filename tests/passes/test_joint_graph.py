@@ -7,27 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
 from expecttest import assert_expected_inline
-from graphs import (
+from graphs import names
+from torch import Tensor, fx, nn
+
+from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, backward_starts, split
+from ssdtrain_fx.testing import (
     TOYS,
     CapturedStep,
     Partition,
     analyse,
+    assert_same_bits,
     calls,
     capture_step,
     capture_toy,
     listing,
     min_cut,
     named,
-    names,
     run,
     save_all,
 )
-from torch import Tensor, fx, nn
-
-from ssdtrain_fx.errors import InternalError
-from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, backward_starts, split
 
 aten = torch.ops.aten
 
@@ -40,15 +40,6 @@ def placeholders(graph: fx.Graph) -> list[str]:
     return names(graph.find_nodes(op="placeholder"))
 
 
-def assert_same_bits(found: Any, expected: Any) -> None:
-    for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
-        if isinstance(one, Tensor):
-            assert one.dtype == other.dtype and one.stride() == other.stride()
-            assert torch.equal(one.nan_to_num(), other.nan_to_num())
-        else:
-            assert one == other
-
-
 def assert_step_is_the_same(step: CapturedStep, joint: ScheduledJointGraph) -> None:
     """Runs the original halves, the joint graph and the halves that it is split into, on the same arguments."""
     originals = run(step.forward, step.forward_args)
@@ -59,16 +50,16 @@ def assert_step_is_the_same(step: CapturedStep, joint: ScheduledJointGraph) -> N
         step.backward, [dict(zip(saved_names, saved, strict=True)).get(name, by_name[name]) for name in by_name]
     )
 
-    assert_same_bits(run(joint.gm, step.joint_args(joint)), (outputs, gradients))
+    assert_same_bits(step.run(joint), (tuple(outputs), tuple(gradients)), strides=True)
 
     forward, backward = split(joint)
     new = run(forward, step.forward_args)
     new_saved = dict(
         zip(names(results(forward.graph)[step.num_forward_outputs :]), new[step.num_forward_outputs :], strict=True)
     )
-    assert_same_bits(new[: step.num_forward_outputs], outputs)
+    assert_same_bits(new[: step.num_forward_outputs], outputs, strides=True)
     arguments = [new_saved[name] if name in new_saved else by_name[name] for name in placeholders(backward.graph)]
-    assert_same_bits(run(backward, arguments), gradients)
+    assert_same_bits(run(backward, arguments), gradients, strides=True)
 
 
 def assert_calling_convention(step: CapturedStep, joint: ScheduledJointGraph) -> None:

@@ -2,90 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import pytest
 import torch
 import torch._dynamo
-import torch.utils._pytree as pytree
-from graphs import (
-    TOYS,
-    Analysis,
-    CapturedStep,
-    Partition,
-    Program,
-    analyse,
-    capture_program,
-    capture_step,
-    capture_toy,
-    min_cut,
-    named,
-    random_programs,
-    save_all,
-)
+from graphs import Program, capture_program, random_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.liveness import LiveInterval, MemoryProfile, find_live_intervals, memory_profile
-from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
+from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD
 from ssdtrain_fx.passes.plan import Offload, Plan
-
-
-class StorageCounter(fx.Interpreter):
-    """Runs a graph on real tensors and asks the allocator's side of things which storages exist at every node.
-
-    It holds weak references to storages only, so what it counts is what is really alive. Storages of inputs are left
-    out. A reloaded tensor hides in the runtime between reload and wait; it counts from its reload on.
-    """
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm)
-        self.live_bytes: list[int] = []
-        """At every position."""
-        self.token_bytes: list[int] = []
-        """The part of it that tokens and tickets take."""
-        self._inputs: set[int] = set()
-        self._sizes: dict[int, tuple[StorageWeakRef, int, bool]] = {}
-        self._returning: dict[fx.Node, int] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op in ("placeholder", "get_attr"):
-            self._inputs |= {StorageWeakRef(storage).cdata for storage in _storages(result)}
-        self._sizes = {key: entry for key, entry in self._sizes.items() if not entry[0].expired()}
-        for storage in _storages(result):
-            reference = StorageWeakRef(storage)
-            if reference.cdata not in self._inputs:
-                is_token = n.target in (OFFLOAD, RELEASE, RELOAD)
-                self._sizes.setdefault(reference.cdata, (reference, storage.nbytes(), is_token))
-        if n.target is RELOAD:
-            _, size, _, dtype, _ = n.args
-            assert isinstance(size, (list, tuple)) and isinstance(dtype, torch.dtype)
-            numbers = [self.env[number] if isinstance(number, fx.Node) else number for number in size]
-            self._returning[n] = torch.Size(numbers).numel() * dtype.itemsize
-        if n.target is WAIT:
-            self._returning.pop(n.all_input_nodes[0])
-        self.live_bytes.append(sum(size for _, size, _ in self._sizes.values()) + sum(self._returning.values()))
-        self.token_bytes.append(sum(size for _, size, is_token in self._sizes.values() if is_token))
-        return result if n.users or n.op == "output" else None
-
-
-def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf.untyped_storage()
-
-
-def measure(gm: fx.GraphModule, args: list[Any]) -> StorageCounter:
-    counter = StorageCounter(gm)
-    held = list(args)  # the caller holds its inputs
-    counter.run(*held)
-    return counter
+from ssdtrain_fx.testing import (
+    TOYS,
+    CapturedStep,
+    GraphAnalysis,
+    Partition,
+    analyse,
+    capture_step,
+    capture_toy,
+    measure_memory,
+    min_cut,
+    named,
+    save_all,
+)
 
 
 def predict(graph: fx.Graph) -> MemoryProfile:
@@ -105,7 +49,7 @@ def without(total: Iterable[int], part: Iterable[int]) -> list[int]:
     return [one - other for one, other in zip(total, part, strict=True)]
 
 
-def predict_plan(analysis: Analysis, plan: Plan) -> MemoryProfile:
+def predict_plan(analysis: GraphAnalysis, plan: Plan) -> MemoryProfile:
     """The profile that a plan promises, at the positions of the graph before it is rewritten."""
     intervals = find_live_intervals(analysis.joint.graph, analysis.alias_sets)
     parts: list[LiveInterval] = []
@@ -118,7 +62,7 @@ def predict_plan(analysis: Analysis, plan: Plan) -> MemoryProfile:
 
 def assert_prediction_is_measured(step: CapturedStep) -> None:
     joint = step.join()
-    assert list(predict(joint.graph).live_bytes) == measure(joint.gm, step.joint_args(joint)).live_bytes
+    assert predict(joint.graph).live_bytes == step.measure(joint).live_bytes
 
 
 def assert_plan_is_measured(step: CapturedStep, *, policy: str, disk: float) -> Plan:
@@ -128,7 +72,7 @@ def assert_plan_is_measured(step: CapturedStep, *, policy: str, disk: float) -> 
     promised = predict_plan(analysis, plan)
     positions = analysis.joint.positions()
     joint = analysis.rewrite(plan)
-    counter = measure(joint.gm, step.joint_args(joint))
+    counter = step.measure(joint)
     measured = without(counter.live_bytes, counter.token_bytes)
     at = dict(zip(joint.graph.nodes, measured, strict=True))
     survivors = [node for node in positions if node in at]
@@ -190,7 +134,7 @@ def test_a_result_that_nobody_reads_lives_for_one_position() -> None:
         for node in graph.nodes:
             node.meta["val"] = torch.empty(4, 6)
     assert predict(graph).live_bytes == (0, 96, 96, 96)
-    assert measure(fx.GraphModule({}, graph), [torch.randn(4, 6)]).live_bytes == [0, 96, 96, 96]
+    assert measure_memory(fx.GraphModule({}, graph), [torch.randn(4, 6)]).live_bytes == (0, 96, 96, 96)
 
 
 def test_a_tuple_holds_all_its_parts_until_the_last_one_is_taken() -> None:
@@ -278,7 +222,7 @@ def test_the_rewritten_graph_predicts_itself(name: str) -> None:
     step = capture_toy(name)
     analysis = analyse(step)
     joint = analysis.rewrite(analysis.plan(disk=600))
-    counter = measure(joint.gm, step.joint_args(joint))
+    counter = step.measure(joint)
     predicted = without(predict(joint.graph).live_bytes, token_bytes(joint.graph))
     assert predicted == without(counter.live_bytes, counter.token_bytes)
     assert max(counter.token_bytes) > 0

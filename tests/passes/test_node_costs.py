@@ -14,37 +14,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import graphs
 import pytest
 import torch
-from graphs import TOYS, analyse, capture_program, capture_step, capture_toy, random_programs
+from graphs import Program, capture_program, random_programs
 from hypothesis import given, settings
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ssdtrain_fx.hardware import Channel, Hardware, convolution_key
+from ssdtrain_fx.hardware import Hardware, convolution_key
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, backward_starts
 from ssdtrain_fx.passes.node_costs import estimate_node_seconds
 from ssdtrain_fx.passes.node_profile import NodeTimes, make_inputs, measure_node_seconds
+from ssdtrain_fx.testing import TOYS, analyse, capture_step, capture_toy, toy_hardware
 
-FREE = Channel(bytes_per_s=1e12)
-SLOW = Hardware(
-    device="cpu",
-    flops_per_s={"float32": 1000.0},
-    memory_bytes_per_s=100.0,
-    elements_per_s={"float32": 10.0},
-    kernel_s=0.5,
-    write=FREE,
-    read=FREE,
-    share_when_both=1.0,
-    copy_out=FREE,
-    copy_in=FREE,
-    copies_block_compute=True,
-    offload_s=0.0,
-    reload_s=0.0,
-    staging_bytes=1 << 20,
+SLOW = toy_hardware(
+    flops_per_s={"float32": 1000.0}, memory_bytes_per_s=100.0, elements_per_s={"float32": 10.0}, kernel_s=0.5
 )
 ONLY_BYTES = dataclasses.replace(
     SLOW, flops_per_s={"float32": 1e15}, memory_bytes_per_s=1.0, elements_per_s={"float32": 1e15}, kernel_s=0.0
@@ -239,7 +225,7 @@ def test_fusion_saves_and_twice_the_machine_takes_half_the_time(name: str) -> No
 
 @given(program=random_programs())
 @settings(max_examples=15, deadline=None)
-def test_random_programs(program: graphs.Program) -> None:
+def test_random_programs(program: Program) -> None:
     """What a position costs is finite and not negative; what takes no time unfused takes none fused."""
     joint = capture_program(program).join()
     alias_sets = find_alias_sets(joint.graph)
@@ -275,7 +261,7 @@ def test_the_same_costs_whatever_the_hash_seed() -> None:
     code = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from graphs import analyse, capture_toy
+from ssdtrain_fx.testing import analyse, capture_toy
 from test_node_costs import SLOW, estimate_node_seconds
 analysis = analyse(capture_toy("attention"))
 print(estimate_node_seconds(analysis.joint, analysis.alias_sets, SLOW))

@@ -11,19 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from graphs import (
-    TOYS,
-    Analysis,
-    Program,
-    analyse,
-    capture_program,
-    capture_step,
-    capture_toy,
-    listing,
-    named,
-    names,
-    random_programs,
-)
+from graphs import Program, capture_program, names, random_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
@@ -32,6 +20,7 @@ from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.passes.candidates import Candidate
 from ssdtrain_fx.passes.plan import Keep, Offload, Plan
 from ssdtrain_fx.passes.plan_offloads import KEPT_ELSEWHERE, KEPT_FITS, KEPT_TIME
+from ssdtrain_fx.testing import TOYS, GraphAnalysis, analyse, capture_step, capture_toy, listing, named
 
 DISKS = (1, 60, 300, 2048, math.inf)
 """Bytes that go either way while one node runs."""
@@ -45,7 +34,7 @@ class Reads:
     first_in_backward: int
 
 
-def reads_of(analysis: Analysis, candidate: Candidate) -> Reads:
+def reads_of(analysis: GraphAnalysis, candidate: Candidate) -> Reads:
     """An op reads a storage when an argument lies on it, unless all it makes is a view that backward alone reads."""
     positions = analysis.joint.positions()
     marker = positions[analysis.joint.marker]
@@ -68,7 +57,7 @@ def reads_of(analysis: Analysis, candidate: Candidate) -> Reads:
     return Reads(max(forward), min(backward))
 
 
-def assert_plan_is_sound(analysis: Analysis, plan: Plan) -> None:
+def assert_plan_is_sound(analysis: GraphAnalysis, plan: Plan) -> None:
     """offload <= release <= backward_starts() < reload <= wait; nothing that must stay moves."""
     marker = analysis.joint.positions()[analysis.joint.marker]
     positions = analysis.joint.positions()
@@ -117,7 +106,7 @@ def chain(x: Tensor) -> Tensor:
     return x.exp().tanh().exp().tanh().sum()
 
 
-def chain_analysis() -> Analysis:
+def chain_analysis() -> GraphAnalysis:
     return analyse(capture_step(chain, torch.randn(8, 8, requires_grad=True)))
 
 
@@ -199,7 +188,7 @@ def test_the_plan_says_where_the_peak_stands() -> None:
     assert plan.peak_after.size_bytes < before.size_bytes
 
 
-def without_moving(analysis: Analysis, stay: set[str]) -> Analysis:
+def without_moving(analysis: GraphAnalysis, stay: set[str]) -> GraphAnalysis:
     """The same graph, where some storages must stay."""
     candidates = tuple(
         dataclasses.replace(candidate, representative=None, reason_to_keep="the test says so")
@@ -284,7 +273,7 @@ def test_a_plan_describes_every_candidate() -> None:
     assert softmax.op == "aten._softmax.default"
     assert softmax.shape == ("4", "2", "16", "16")
     assert (softmax.dtype, softmax.device, softmax.size_bytes) == ("float32", "cpu", 4 * 2 * 16 * 16 * 4)
-    assert softmax.source.startswith("graphs.py:") and "torch.softmax(q @ k" in softmax.source
+    assert softmax.source.startswith("toys.py:") and "torch.softmax(q @ k" in softmax.source
 
 
 def test_symbolic_sizes_are_shown_as_such() -> None:
@@ -304,7 +293,7 @@ def test_plans_survive_json(name: str) -> None:
 
 
 _PRINT_PLANS = """
-from graphs import analyse, capture_toy
+from ssdtrain_fx.testing import analyse, capture_toy
 for name in ("attention", "convolutions"):
     print(analyse(capture_toy(name)).plan(policy="auto", disk=1e6).to_json())
 """

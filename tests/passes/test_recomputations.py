@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-import torch.utils._pytree as pytree
 from expecttest import assert_expected_inline
-from functorch.compile import min_cut_rematerialization_partition
-from graphs import (
-    TOYS,
-    Analysis,
-    CapturedStep,
-    Program,
-    analyse,
-    calls,
-    capture_program,
-    capture_step,
-    capture_toy,
-    listing,
-    named,
-    names,
-    random_programs,
-    run,
-)
+from graphs import Program, capture_toy_or_program, live_at_marker, matrix, names, random_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import Autocast, assert_same_bits, small_model, train
+from rewriting_backend import rewriting_backend
+from steps import Autocast, small_model
 from torch import Tensor, fx
 from torch.nn import functional as F
 
 from ssdtrain_fx import _torch_private
-from ssdtrain_fx._torch_private import inductor as private
-from ssdtrain_fx.aot_eager import run_node_by_node
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
-from ssdtrain_fx.passes.candidates import find_candidates
 from ssdtrain_fx.passes.find_recomputations import (
     NoRecomputation,
     Recomputation,
@@ -48,16 +27,26 @@ from ssdtrain_fx.passes.find_recomputations import (
     judge_recomputations,
 )
 from ssdtrain_fx.passes.insert_recomputations import insert_recomputations
-from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, join, split
+from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, split
 from ssdtrain_fx.passes.op_targets import OFFLOAD, find
 from ssdtrain_fx.passes.verify_offloads import verify_offloads
+from ssdtrain_fx.testing import (
+    TOYS,
+    CapturedStep,
+    GraphAnalysis,
+    analyse,
+    assert_same_bits,
+    calls,
+    capture_step,
+    capture_toy,
+    changes,
+    listing,
+    named,
+    train,
+)
 
 aten = torch.ops.aten
 Inner = Literal["inductor", "aot_eager"]
-
-
-def matrix(*shape: int) -> Tensor:
-    return torch.randn(shape, requires_grad=True)
 
 
 def two_layers() -> CapturedStep:
@@ -70,7 +59,7 @@ def two_layers() -> CapturedStep:
     return capture_step(function, matrix(4, 6), matrix(6, 8), matrix(8, 8))
 
 
-def verdicts(analysis: Analysis, inner: Inner = "aot_eager", **options: Any) -> dict[str, Recomputation | str]:
+def verdicts(analysis: GraphAnalysis, inner: Inner = "aot_eager", **options: Any) -> dict[str, Recomputation | str]:
     """By the name of the first node of each storage."""
     judged = judge_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, inner=inner, **options)
     return {
@@ -81,33 +70,27 @@ def verdicts(analysis: Analysis, inner: Inner = "aot_eager", **options: Any) -> 
     }
 
 
-def recomputation(analysis: Analysis, name: str, inner: Inner = "aot_eager") -> Recomputation:
+def recomputation(analysis: GraphAnalysis, name: str, inner: Inner = "aot_eager") -> Recomputation:
     verdict = verdicts(analysis, inner)[name]
     assert isinstance(verdict, Recomputation), verdict
     return verdict
 
 
-def reason(analysis: Analysis, name: str, inner: Inner = "aot_eager", **options: Any) -> str:
+def reason(analysis: GraphAnalysis, name: str, inner: Inner = "aot_eager", **options: Any) -> str:
     verdict = verdicts(analysis, inner, **options)[name]
     assert isinstance(verdict, str), f"could be made again by {verdict}"
     return verdict
 
 
-def sources(analysis: Analysis, found: Recomputation) -> list[str]:
+def sources(analysis: GraphAnalysis, found: Recomputation) -> list[str]:
     return [analysis.alias_sets.storages[idx].members[0].name for idx in found.sources]
 
 
-def recompute(analysis: Analysis, *recomputations: Recomputation) -> ScheduledJointGraph:
+def recompute(analysis: GraphAnalysis, *recomputations: Recomputation) -> ScheduledJointGraph:
     return insert_recomputations(analysis.joint, analysis.alias_sets, recomputations)
 
 
-def again(joint: ScheduledJointGraph) -> Analysis:
-    """The analysis of a graph that was rewritten."""
-    alias_sets = find_alias_sets(joint.graph)
-    return Analysis(joint, alias_sets, find_candidates(joint, alias_sets, min_tensor_bytes=0))
-
-
-def recompute_everything(analysis: Analysis, inner: Inner) -> ScheduledJointGraph:
+def recompute_everything(analysis: GraphAnalysis, inner: Inner) -> ScheduledJointGraph:
     found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, inner=inner)
     return recompute(analysis, *found.values())
 
@@ -212,7 +195,7 @@ def test_inductor_may_give_other_bits(op: Callable[[Tensor], Tensor]) -> None:
     assert all(isinstance(verdict, Recomputation) for verdict in verdicts(analysis, "aot_eager").values())
 
 
-def of_low_precision(op: Callable[[Tensor], Tensor]) -> Analysis:
+def of_low_precision(op: Callable[[Tensor], Tensor]) -> GraphAnalysis:
     def function(x: Tensor, w: Tensor) -> Tensor:
         h = x @ w
         return (h.sin() + op(h) @ w).float().sum()
@@ -227,7 +210,7 @@ def test_inductor_rounds_low_precision_where_it_stores() -> None:
     assert names(recomputation(analysis, "neg", "inductor").nodes) == ["neg"]
 
 
-def on_cuda(analysis: Analysis) -> Analysis:
+def on_cuda(analysis: GraphAnalysis) -> GraphAnalysis:
     """As if the step had been traced on a GPU."""
     for node in analysis.joint.graph.nodes:
         value = node.meta.get("val")
@@ -302,31 +285,14 @@ def test_after() -> None:
     analysis = analyse(two_layers())
     joint = recompute(analysis, recomputation(analysis, "mul", "inductor"))
     assert_expected_inline(
-        listing(joint.graph),
+        changes(listing(two_layers().join().graph), listing(joint.graph)),
         """\
-primals_1: f32[4, 6]
-primals_2: f32[6, 8]
-primals_3: f32[8, 8]
-tangents_1: f32[]
-mm: f32[4, 8] = mm(primals_1, primals_2)
-mul: f32[4, 8] = mul(mm, mm)
-mm_1: f32[4, 8] = mm(mul, primals_3)
-sum_1: f32[] = sum(mm_1)
-backward_starts()
-expand: f32[4, 8] = expand(tangents_1, [4, 8])
-mul_3: f32[4, 8] = mul(mm, mm)
-t: f32[8, 4] = t(mul_3)
-mm_2: f32[8, 8] = mm(t, expand)
-t_1: f32[8, 8] = t(primals_3)
-mm_3: f32[4, 8] = mm(expand, t_1)
-mul_1: f32[4, 8] = mul(mm_3, mm)
-mul_2: f32[4, 8] = mul(mm_3, mm)
-add: f32[4, 8] = add(mul_2, mul_1)
-t_2: f32[6, 4] = t(primals_1)
-mm_4: f32[6, 8] = mm(t_2, add)
-t_3: f32[8, 6] = t(primals_2)
-mm_5: f32[4, 6] = mm(add, t_3)
-return ((sum_1), (mm_5, mm_4, mm_2))""",
+...
+ expand: f32[4, 8] = expand(tangents_1, [4, 8])
+-t: f32[8, 4] = t(mul)
++mul_3: f32[4, 8] = mul(mm, mm)
++t: f32[8, 4] = t(mul_3)
+ mm_2: f32[8, 8] = mm(t, expand)""",
     )
 
 
@@ -335,32 +301,22 @@ def test_what_is_made_again_can_be_read_by_what_is_made_again() -> None:
     analysis = analyse(two_layers())
     joint = recompute(analysis, *(recomputation(analysis, name) for name in ("mm", "mul")))
     assert_expected_inline(
-        listing(joint.graph),
+        changes(listing(two_layers().join().graph), listing(joint.graph)),
         """\
-primals_1: f32[4, 6]
-primals_2: f32[6, 8]
-primals_3: f32[8, 8]
-tangents_1: f32[]
-mm: f32[4, 8] = mm(primals_1, primals_2)
-mul: f32[4, 8] = mul(mm, mm)
-mm_1: f32[4, 8] = mm(mul, primals_3)
-sum_1: f32[] = sum(mm_1)
-backward_starts()
-expand: f32[4, 8] = expand(tangents_1, [4, 8])
-mm_6: f32[4, 8] = mm(primals_1, primals_2)
-mul_3: f32[4, 8] = mul(mm_6, mm_6)
-t: f32[8, 4] = t(mul_3)
-mm_2: f32[8, 8] = mm(t, expand)
-t_1: f32[8, 8] = t(primals_3)
-mm_3: f32[4, 8] = mm(expand, t_1)
-mul_1: f32[4, 8] = mul(mm_3, mm_6)
-mul_2: f32[4, 8] = mul(mm_3, mm_6)
-add: f32[4, 8] = add(mul_2, mul_1)
-t_2: f32[6, 4] = t(primals_1)
-mm_4: f32[6, 8] = mm(t_2, add)
-t_3: f32[8, 6] = t(primals_2)
-mm_5: f32[4, 6] = mm(add, t_3)
-return ((sum_1), (mm_5, mm_4, mm_2))""",
+...
+ expand: f32[4, 8] = expand(tangents_1, [4, 8])
+-t: f32[8, 4] = t(mul)
++mm_6: f32[4, 8] = mm(primals_1, primals_2)
++mul_3: f32[4, 8] = mul(mm_6, mm_6)
++t: f32[8, 4] = t(mul_3)
+ mm_2: f32[8, 8] = mm(t, expand)
+...
+ mm_3: f32[4, 8] = mm(expand, t_1)
+-mul_1: f32[4, 8] = mul(mm_3, mm)
+-mul_2: f32[4, 8] = mul(mm_3, mm)
++mul_1: f32[4, 8] = mul(mm_3, mm_6)
++mul_2: f32[4, 8] = mul(mm_3, mm_6)
+ add: f32[4, 8] = add(mul_2, mul_1)""",
     )
 
 
@@ -422,25 +378,15 @@ def test_sizes_stay_symbols() -> None:
 # The same bits
 
 
-def step_of(name_or_program: str | Program) -> CapturedStep:
-    return capture_toy(name_or_program) if isinstance(name_or_program, str) else capture_program(name_or_program)
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
-        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
-
-
 def check_bits(step: CapturedStep, chosen: Callable[[Sequence[Recomputation]], Sequence[Recomputation]]) -> None:
-    before, analysis = step.join(), analyse(step)
-    expected = run(before.gm, step.joint_args(before))
+    analysis = analyse(step)
     found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, inner="aot_eager")
     selected = chosen(tuple(found.values()))
     gone = {recomputation.storage_idx for recomputation in selected}
     kept = {node.name for node in analysis.joint.saved if not gone.issuperset(analysis.alias_sets.by_node[node])}
     joint = recompute(analysis, *selected)
     joint.graph.lint()
-    assert_equal(run(joint.gm, step.joint_args(joint)), expected)
+    assert_same_bits(step.run(joint), step.run())
     for storage in analysis.alias_sets.storages:
         if storage.idx in gone:
             assert not any(node in storage.members for node in joint.saved), f"{storage.allocator} is still saved"
@@ -455,7 +401,7 @@ def is_input(node: fx.Node) -> bool:
 
 @pytest.mark.parametrize("name", TOYS)
 def test_everything_made_again_gives_the_same_bits(name: str) -> None:
-    check_bits(step_of(name), lambda found: found)
+    check_bits(capture_toy_or_program(name), lambda found: found)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -467,19 +413,18 @@ def test_random_graphs_give_the_same_bits(program: Program, chosen: set[int], tu
         selected = [one for number, one in enumerate(found) if (number in chosen) != turned]
         return selected[::-1] if turned else selected
 
-    check_bits(step_of(program), choose)
+    check_bits(capture_toy_or_program(program), choose)
 
 
 @pytest.mark.parametrize("name", TOYS)
 def test_what_is_still_saved_can_be_offloaded(name: str) -> None:
     """Then the copies read what comes back."""
-    step = step_of(name)
-    before = step.join()
-    after = again(recompute_everything(analyse(step), "inductor"))
+    step = capture_toy_or_program(name)
+    after = analyse(recompute_everything(analyse(step), "inductor"))
     joint = after.rewrite(after.plan(policy="all"))
     verify_offloads(joint)
     assert find(joint.graph, OFFLOAD)
-    assert_equal(run(joint.gm, step.joint_args(joint)), run(before.gm, step.joint_args(before)))
+    assert_same_bits(step.run(joint), step.run())
 
 
 def test_less_is_alive_where_backward_begins() -> None:
@@ -489,21 +434,6 @@ def test_less_is_alive_where_backward_begins() -> None:
     before = live_at_marker(step, step.join())
     after = live_at_marker(step, recompute(analysis, recomputation(analysis, "mul")))
     assert before - after == 4 * 8 * 4
-
-
-def live_at_marker(step: CapturedStep, joint: ScheduledJointGraph) -> int:
-    counted: list[int] = []
-
-    class Counting(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            if n is joint.marker:
-                tensors = [value for value in self.env.values() if isinstance(value, Tensor)]
-                storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}
-                counted.append(sum(storages.values()))
-            return super().run_node(n)
-
-    Counting(joint.gm).run(*step.joint_args(joint))
-    return counted[0]
 
 
 # Vectors and scalars. What ends a loop, or is fused with an op that has no vector form, is compiled as a scalar.
@@ -564,51 +494,20 @@ def test_what_may_run_again_has_the_same_bits_as_vector_and_as_scalar() -> None:
 # Real models, on the real compilers. These decide what is in the lists of ops.
 
 
-def rewrite(
-    forward: fx.GraphModule, backward: fx.GraphModule, num_forward_outputs: int, inner: Inner, done: list[int]
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    joint = join(forward, backward, num_forward_outputs=num_forward_outputs)
-    analysis = again(joint)
-    found = find_recomputations(joint, analysis.alias_sets, analysis.candidates, inner=inner)
-    done.append(len(found))
-    return split(recompute(analysis, *found.values()))
-
-
-class Recomputing(private.CustomPartitionerFn):
-    """Min-cut, then everything that may run again does."""
-
-    def __init__(self, done: list[int]) -> None:
-        self.done = done
-
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        return rewrite(forward, backward, kwargs["num_fwd_outputs"], "inductor", self.done)
-
-    def uuid(self) -> str:
-        return f"never twice the same {time.time_ns()}"
-
-
-def with_inductor(done: list[int], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-    with _torch_private.functorch_config_patch(enable_autograd_cache=False):
-        return private.compile_fx(gm, example_inputs, config_patches={"custom_partitioner_fn": Recomputing(done)})
-
-
-def node_by_node(done: list[int], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-    def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        return rewrite(forward, backward, kwargs["num_fwd_outputs"], "aot_eager", done)
-
-    return _torch_private.aot_autograd(gm, example_inputs, compiler=run_node_by_node, partition_fn=partition)
-
-
 def check_model(name: str, inner: Inner, *, dropout: float = 0.1, autocast: bool = False) -> None:
     model, batches = small_model(name, dropout=dropout)
     if autocast:
         model = Autocast(model)
     done: list[int] = []
-    backend = functools.partial(with_inductor if inner == "inductor" else node_by_node, done)
+
+    def rewrite(joint: ScheduledJointGraph) -> ScheduledJointGraph:
+        analysis = analyse(joint)
+        found = find_recomputations(joint, analysis.alias_sets, analysis.candidates, inner=inner)
+        done.append(len(found))
+        return recompute(analysis, *found.values())
+
     expected = train(model, batches, inner)
-    assert_same_bits(train(model, batches, backend), expected)
+    assert_same_bits(train(model, batches, rewriting_backend(rewrite, inner)), expected)
     assert sum(done) > 0 or (inner == "inductor" and (autocast or name in ("vit", "conv"))), "nothing was made again"
 
 

@@ -9,11 +9,11 @@ import dataclasses
 from typing import Any
 
 import pytest
-from graphs import disk_only
 
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.passes.simulate import simulate
 from ssdtrain_fx.passes.transfer_problem import Movable, Placement, TransferProblem
+from ssdtrain_fx.testing import toy_hardware
 
 A = Movable(idx=0, size_bytes=20, start=0, complete=1, earliest_release=1, wait=9, end=10)
 B = Movable(idx=1, size_bytes=20, start=1, complete=2, earliest_release=2, wait=8, end=9)
@@ -26,7 +26,7 @@ def problem(*movables: Movable, num_nodes: int = 10, **hardware: Any) -> Transfe
         marker=5,
         fixed_live_bytes=(1,) * num_nodes,
         movables=movables,
-        hardware=dataclasses.replace(disk_only(10), **hardware),
+        hardware=dataclasses.replace(toy_hardware(10), **hardware),
     )
 
 

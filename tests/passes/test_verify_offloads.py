@@ -11,13 +11,13 @@ import re
 
 import pytest
 import torch
-from graphs import TOYS, analyse, calls, capture_step, capture_toy, named
 from torch import Tensor, fx
 
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.verify_offloads import verify_offloads
+from ssdtrain_fx.testing import TOYS, analyse, calls, capture_step, capture_toy, named
 
 aten = torch.ops.aten
 

@@ -1,0 +1,105 @@
+"""A joint graph with what the first passes say about it, and a toy machine to plan for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ssdtrain_fx.hardware import Channel, Hardware
+from ssdtrain_fx.passes.alias_sets import AliasSets, find_alias_sets
+from ssdtrain_fx.passes.analysis import Analysis
+from ssdtrain_fx.passes.candidates import Candidate, find_candidates
+from ssdtrain_fx.passes.insert_offloads import insert_offloads
+from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.liveness import find_live_intervals
+from ssdtrain_fx.passes.plan import Plan
+from ssdtrain_fx.passes.plan_offloads import plan_offloads, pose_problem
+from ssdtrain_fx.testing.capture import CapturedStep
+
+_ENGINE = "{}"
+"""The engine with all defaults: its file has no name and lies in the temp directory."""
+_NO_LIMIT = 1e30
+"""Bytes per second of what takes no time."""
+
+
+def toy_hardware(disk_bytes_per_s: float = 1024, **changes: Any) -> Hardware:
+    """A machine that is little but a disk: what is not on the disk has not left, and only the disk takes time.
+
+    Args:
+        disk_bytes_per_s: both ways; half of it each when both are busy.
+        changes: other fields of :class:`Hardware`.
+    """
+    free = Channel(bytes_per_s=_NO_LIMIT)
+    disk = Channel(bytes_per_s=min(disk_bytes_per_s, _NO_LIMIT))
+    hardware = Hardware(
+        device="cpu",
+        flops_per_s={"float32": 1e12, "bfloat16": 1e12},
+        memory_bytes_per_s=1e12,
+        elements_per_s={"float32": 1e12, "bfloat16": 1e12},
+        kernel_s=0.0,
+        write=disk,
+        read=disk,
+        share_when_both=0.5,
+        copy_out=free,
+        copy_in=free,
+        copies_block_compute=False,
+        offload_s=0.0,
+        reload_s=0.0,
+        staging_bytes=0,
+    )
+    return dataclasses.replace(hardware, **changes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GraphAnalysis:
+    """A joint graph and what the first passes say about it."""
+
+    joint: ScheduledJointGraph
+    alias_sets: AliasSets
+    candidates: tuple[Candidate, ...]
+
+    def plan(
+        self,
+        *,
+        policy: str = "all",
+        disk: float = 1024,
+        max_slowdown: float = 0.0,
+        budget_bytes: int | None = None,
+    ) -> Plan:
+        """Every node takes a second; ``disk`` bytes go either way meanwhile. No copies, no staging."""
+        known = Analysis(
+            joint=self.joint,
+            alias_sets=self.alias_sets,
+            candidates=self.candidates,
+            intervals=find_live_intervals(self.joint.graph, self.alias_sets),
+            node_s=(1.0,) * len(self.joint.graph.nodes),
+        )
+        return plan_offloads(
+            known,
+            pose_problem(known, hardware=toy_hardware(disk)),
+            move_all=policy == "all",
+            max_slowdown=max_slowdown,
+            memory_budget_bytes=budget_bytes,
+        )
+
+    def rewrite(self, plan: Plan) -> ScheduledJointGraph:
+        """Execute the plan on ``joint`` itself, which is returned for convenience."""
+        return insert_offloads(self.joint, self.alias_sets, plan, self.candidates, engine=_ENGINE)
+
+    def candidate(self, name: str) -> Candidate:
+        """The candidate that has a saved node of this name.
+
+        Raises:
+            KeyError: that node is not saved; the message lists those that are.
+        """
+        for candidate in self.candidates:
+            if name in [node.name for node in candidate.saved_nodes]:
+                return candidate
+        raise KeyError(f"{name} is not saved; saved are {', '.join(node.name for node in self.joint.saved)}")
+
+
+def analyse(step: CapturedStep | ScheduledJointGraph, *, min_tensor_bytes: int = 0) -> GraphAnalysis:
+    """Storages of a joint graph, and which of them may move."""
+    joint = step.join() if isinstance(step, CapturedStep) else step
+    alias_sets = find_alias_sets(joint.graph)
+    return GraphAnalysis(joint, alias_sets, find_candidates(joint, alias_sets, min_tensor_bytes=min_tensor_bytes))

@@ -1,0 +1,44 @@
+"""Compare results to the bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx import _torch_private
+
+
+def assert_same_bits(found: object, expected: object, *, strides: bool = False) -> None:
+    """Raise AssertionError unless every tensor in ``found`` has the bits of its counterpart in ``expected``.
+
+    Args:
+        found, expected: tensors and other values, in nested tuples, lists, dicts and named tuples. NaN equals the same
+            NaN; 0.0 and -0.0 differ.
+        strides: compare the strides as well.
+    """
+    ours, theirs = _torch_private.leaves_by_path(found), _torch_private.leaves_by_path(expected)
+    assert ours.keys() == theirs.keys(), f"found {list(ours)}, expected {list(theirs)}"
+    assert any(isinstance(value, Tensor) for value in theirs.values()), "there is no tensor to compare"
+    for path, value in theirs.items():
+        difference = _difference(ours[path], value, strides=strides)
+        assert not difference, f"{path or 'the result'}: {difference}"
+
+
+def _difference(found: object, expected: object, *, strides: bool) -> str:
+    if not (isinstance(found, Tensor) and isinstance(expected, Tensor)):
+        return "" if type(found) is type(expected) and found == expected else f"{found!r} instead of {expected!r}"
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return f"{found.dtype} {list(found.shape)} instead of {expected.dtype} {list(expected.shape)}"
+    if strides and found.stride() != expected.stride():
+        return f"strides {found.stride()} instead of {expected.stride()}"
+    differs = (_bytes_of(found) != _bytes_of(expected)).any(-1)
+    if not differs.any():
+        return ""
+    ours, theirs = (value.detach().reshape(-1)[differs][0].item() for value in (found, expected))
+    return f"{int(differs.sum())} of {found.numel()} elements differ, the first is {ours} instead of {theirs}"
+
+
+def _bytes_of(value: Tensor) -> Tensor:
+    """The bytes of every element, [elements, bytes]."""
+    flat = value.detach().resolve_conj().resolve_neg().reshape(-1, 1).contiguous()
+    return flat.view(torch.uint8)

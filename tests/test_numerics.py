@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import torch
 import torch._inductor.config as inductor_config
 from steps import FAST_DISK, Autocast, counted, small_model
 
-from ssdtrain_fx import OffloadConfig, backend
+from ssdtrain_fx import OffloadConfig, backend, explain
+from ssdtrain_fx.hardware import Channel
+from ssdtrain_fx.passes.plan import Plan
 from ssdtrain_fx.testing import assert_same_bits, train
 
 MODELS = ["gpt2", "bert", "t5", "llama", "encoder", "conv"]
@@ -66,6 +69,52 @@ def test_inductor_with_eager_random_numbers_and_autocast(name: str) -> None:
 @pytest.mark.parametrize("name", ["bert", "conv"])
 def test_inductor_with_the_auto_policy(name: str) -> None:
     check(name, policy="auto")
+
+
+COPIES_ARE_SLOW = dataclasses.replace(FAST_DISK, copies_block_compute=True, copy_out=Channel(bytes_per_s=1e6))
+"""Any kernel is faster than moving what it makes."""
+
+
+def check_mixed_plan(name: str, inner: Inner, *, dropout: float = 0.1, autocast: bool = False) -> None:
+    """What is cheaper to make again than to move is made again, also from what comes back from SSD."""
+    model, batches = small_model(name, dropout=dropout)
+    if autocast:
+        model = Autocast(model)
+
+    def plan_of(config: OffloadConfig) -> Plan:
+        (graph,) = explain(model, *batches[0], config=config).graphs
+        return graph.plan
+
+    config = OffloadConfig(inner=inner, min_tensor_bytes=0, hardware=COPIES_ARE_SLOW, max_slowdown=1e9)
+    # At the very floor there may be no room for what is made again.
+    config = dataclasses.replace(config, memory_budget_bytes=int(1.05 * plan_of(config).floor_bytes))
+    plan = plan_of(config)
+    assert plan.recomputed and plan.offloaded
+    expected = train(model, batches, inner)
+    done = counted(lambda: assert_same_bits(train(model, batches, backend(config)), expected))
+    assert done.offloads == len(batches) * len(plan.offloaded)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("name", "inner"), [("gpt2", "inductor"), ("bert", "inductor"), ("llama", "aot_eager")])
+def test_mixed_plans(name: str, inner: Inner) -> None:
+    check_mixed_plan(name, inner)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "encoder"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_mixed_plans_in_full(name: str, inner: Inner, dropout: float) -> None:
+    check_mixed_plan(name, inner, dropout=dropout)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", MODELS)
+def test_mixed_plans_under_autocast(name: str) -> None:
+    check_mixed_plan(name, "aot_eager", autocast=True)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import typer
 from ssdtrain_fx import __version__
 from ssdtrain_fx.cli.bench import bench
 from ssdtrain_fx.cli.demo import demo
+from ssdtrain_fx.cli.doctor import doctor
 from ssdtrain_fx.cli.explain import explain
 from ssdtrain_fx.cli.probe import probe
 from ssdtrain_fx.cli.rok import rok
@@ -36,5 +37,5 @@ def _main(
     del version  # its callback has done the work
 
 
-for command in (bench, demo, explain, probe, rok):
+for command in (bench, demo, doctor, explain, probe, rok):
     app.command()(command)

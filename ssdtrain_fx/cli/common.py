@@ -20,6 +20,7 @@ from rich.progress import (
 )
 
 EXIT_DIFFERENT = 1
+EXIT_PROBLEM = 1
 EXIT_FAILED = 3
 
 

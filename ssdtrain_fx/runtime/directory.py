@@ -17,7 +17,7 @@ from ssdtrain_fx.errors import ConfigError
 log = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "SSDTRAIN_DIR"
-_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 _NETWORK_FILE_SYSTEMS = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3", "smbfs"}
 )
@@ -89,6 +89,11 @@ def file_system_type(path: str) -> str | None:
     return best_type
 
 
+def is_network_file_system(kind: str) -> bool:
+    """Also those that a program of a user serves: they are as slow, and as little private."""
+    return kind in _NETWORK_FILE_SYSTEMS or kind == "fuse" or kind.startswith("fuse.")
+
+
 def _unescape(mount: str) -> str:
     """Mount points spell space, tab, newline and backslash as three octal digits: ``\\040`` is a space."""
     for character in " \t\n\\":
@@ -98,14 +103,14 @@ def _unescape(mount: str) -> str:
 
 @functools.cache
 def _warn_of_file_system(directory: str, kind: str) -> None:
-    if kind in _MEMORY_FILE_SYSTEMS:
+    if kind in MEMORY_FILE_SYSTEMS:
         log.warning(
             "%s lies on a file system in memory (%s): offloading there frees no memory. Set ssd_dir to a directory on "
             "an SSD.",
             directory,
             kind,
         )
-    elif kind in _NETWORK_FILE_SYSTEMS or kind == "fuse" or kind.startswith("fuse."):
+    elif is_network_file_system(kind):
         log.warning(
             "%s lies on a network or user-space file system (%s): transfers there are slow, and may be seen by others. "
             "Set ssd_dir to a directory on a local SSD.",

@@ -1,0 +1,58 @@
+"""``ssdtrain-fx doctor``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ssdtrain_fx.cli.common import EXIT_PROBLEM, JsonTarget
+from ssdtrain_fx.doctor import Finding, examine
+
+STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+def doctor(
+    ssd_dirs: Annotated[
+        list[str] | None,
+        typer.Option("--ssd-dir", help="Directory on the SSD. Default: $SSDTRAIN_DIR, else the temporary directory."),
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Seconds after which a question counts as unanswered.")
+    ] = 2.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the findings here; - prints them.")] = None,
+) -> None:
+    """Look at this machine and the directory for spill files: is everything fit for offloading, and what should change?
+
+    Example: ssdtrain-fx doctor --ssd-dir /mnt/nvme0
+
+    Takes seconds and changes nothing. Attach what `--json -` prints to a bug report.
+
+    Exit code: 0 all is well or there are only warnings, 1 there is a problem, 2 wrong usage.
+    """
+    target = JsonTarget(json_path)
+    with target.console.status("looking"):
+        findings = examine(ssd_dirs or [], timeout_s=timeout_s)
+    target.console.print(_render(findings))
+    counts = {status: sum(finding.status == status for finding in findings) for status in STYLES}
+    target.console.print(f"{counts['problem']} problems, {counts['warning']} warnings", highlight=False)
+    target.write(json.dumps({"findings": [dataclasses.asdict(finding) for finding in findings], **counts}, indent=2))
+    if counts["problem"]:
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+def _render(findings: list[Finding]) -> Table:
+    table = Table("", "", "found, and what to change", title="ssdtrain-fx doctor")
+    table.columns[2].overflow = "fold"
+    for finding in findings:
+        style = STYLES[finding.status]
+        text = Text(finding.found)
+        if finding.advice:
+            text.append(f"\n-> {finding.advice}", style="" if finding.status == "ok" else style)
+        table.add_row(Text(finding.status, style=style), finding.name, text)
+    return table

@@ -2,7 +2,8 @@
 
     keep        everything stays in memory
     recompute   backward computes every layer again (``torch.utils.checkpoint`` around each)
-    offload     the plan of this package, as low as each limit allows
+    offload     the plan of this package, as low as each limit allows, with ``recompute=False``
+    mixed       the same with recomputation of single storages where that is cheaper: what the backend does by default
 
 Every strategy is predicted from a graph that AOTAutograd traced with it, by the same liveness and the same node costs:
 nothing is compiled to code and nothing is computed. A batch size is traced once without checkpoints and once with; all
@@ -12,6 +13,7 @@ plans are made for the same two graphs.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -25,13 +27,16 @@ from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.pipeline import offload_saved_tensors
 from ssdtrain_fx.passes.plan import Plan
 
-Strategy = Literal["keep", "recompute", "offload"]
+Strategy = Literal["keep", "recompute", "offload", "mixed"]
 
 MakeModel = Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]
 """From a batch size to a model and its inputs for one call."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a description of what comes next, the steps done and the number of all steps."""
+
+PLANNED: tuple[Strategy, ...] = ("offload", "mixed")
+"""The strategies that are a plan of this package."""
 
 MAX_SLOWDOWNS = (0.02, 0.1)
 
@@ -121,7 +126,7 @@ def rok(
         memory_budgets_bytes: one plan each, with the least cost under this peak. What is out of reach is in
             ``RokCurve.skipped``.
         make_recomputing_model: the same model with every layer checkpointed; None leaves ``recompute`` out.
-        config: every other option. Plans are made for ``inner="inductor"``.
+        config: every other option. Plans are made for ``inner="inductor"`` and ``policy="auto"``.
 
     Raises:
         ConfigError: an option has a wrong value, or the model compiles to no training graph or to several.
@@ -144,11 +149,11 @@ def rok(
             points.append(RokPoint(strategy=strategy, batch=batch, predicted=planner.keep()))
             if strategy != "keep":
                 continue
-            for limited in configs:
+            for planned, limited in itertools.product(PLANNED, configs):
                 try:
-                    points.append(planner.offload(limited))
+                    points.append(planner.plan(planned, limited))
                 except BudgetError as error:
-                    skipped.append(f"offload, batch {batch}: {error}")
+                    skipped.append(f"{planned}, batch {batch}: {error}")
     if on_progress is not None:
         on_progress("done", done, total)
     if make_recomputing_model is None:
@@ -169,14 +174,15 @@ class _Planner:
 
     def keep(self) -> RokOutcome:
         # Nothing is as large as this: nothing moves, and the rest of the plan says what the step takes.
-        plan = self._plan(dataclasses.replace(self.config, min_tensor_bytes=1 << 62, memory_budget_bytes=None))
+        config = dataclasses.replace(self.config, min_tensor_bytes=1 << 62, memory_budget_bytes=None, recompute=False)
+        plan = self._plan(config)
         return RokOutcome(peak_bytes=plan.peak_before_bytes, step_s=plan.step_s)
 
-    def offload(self, config: OffloadConfig) -> RokPoint:
-        plan = self._plan(config)
+    def plan(self, strategy: Strategy, config: OffloadConfig) -> RokPoint:
+        plan = self._plan(dataclasses.replace(config, recompute=strategy == "mixed"))
         budget_bytes = config.memory_budget_bytes
         return RokPoint(
-            strategy="offload",
+            strategy=strategy,
             batch=self.batch,
             max_slowdown=config.max_slowdown if budget_bytes is None else None,
             memory_budget_bytes=budget_bytes,

@@ -8,9 +8,14 @@ from typing import Any
 
 from ssdtrain_fx import bench
 from ssdtrain_fx.measure import Run, Step, Variant, median_ms
-from ssdtrain_fx.rok_curve import OnProgress, RokCurve, RokOutcome, RokPoint, Strategy
+from ssdtrain_fx.rok_curve import PLANNED, OnProgress, RokCurve, RokOutcome, RokPoint, Strategy
 
-VARIANTS: Mapping[Strategy, Variant] = {"keep": "inductor", "recompute": "checkpoint", "offload": "ssdtrain"}
+VARIANTS: Mapping[Strategy, Variant] = {
+    "keep": "inductor",
+    "recompute": "checkpoint",
+    "offload": "ssdtrain",
+    "mixed": "ssdtrain",
+}
 
 
 def measure_rok(curve: RokCurve, run: Run, *, steps: int, on_progress: OnProgress) -> RokCurve:
@@ -47,6 +52,8 @@ def measure_rok(curve: RokCurve, run: Run, *, steps: int, on_progress: OnProgres
 def run_of(point: RokPoint, run: Run) -> Run:
     """What a worker is to train for ``point``: ``run`` with the point's batch size, variant and limit."""
     options: dict[str, Any] = {**run.options}
+    if point.strategy in PLANNED:
+        options["recompute"] = point.strategy == "mixed"
     if point.max_slowdown is not None:
         options["max_slowdown"] = point.max_slowdown
     if point.memory_budget_bytes is not None:

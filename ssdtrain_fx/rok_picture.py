@@ -13,6 +13,7 @@ STYLES: Mapping[Strategy, tuple[str, str]] = {
     "keep": ("#555555", "s"),
     "recompute": ("#1b9e77", "^"),
     "offload": ("#d95f02", "o"),
+    "mixed": ("#7570b3", "D"),
 }
 """Colour and marker."""
 MIB = 1 << 20

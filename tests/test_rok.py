@@ -80,16 +80,17 @@ def test_every_strategy_trades_as_it_must() -> None:
     for batch in (512, 1024):
         points = [point for point in curve.points if point.batch == batch]
         (keep,), (recompute,) = of_strategy(points, "keep"), of_strategy(points, "recompute")
-        offload = of_strategy(points, "offload")
-        assert [point.max_slowdown for point in offload] == list(SLOWDOWNS)
+        offload, mixed = of_strategy(points, "offload"), of_strategy(points, "mixed")
         assert recompute.predicted.peak_bytes < 0.7 * keep.predicted.peak_bytes
         assert recompute.predicted.step_s > keep.predicted.step_s
-        assert peaks(offload) == sorted(peaks(offload), reverse=True), "more time, no higher peak"
-        assert peaks(offload)[0] <= keep.predicted.peak_bytes
-        assert peaks(offload)[-1] < peaks(offload)[0]
-        for point in offload:
-            assert point.max_slowdown is not None
-            assert point.predicted.step_s <= (1 + point.max_slowdown) * keep.predicted.step_s * (1 + 1e-9)
+        for planned in (offload, mixed):
+            assert [point.max_slowdown for point in planned] == list(SLOWDOWNS)
+            assert peaks(planned) == sorted(peaks(planned), reverse=True), "more time, no higher peak"
+            assert peaks(planned)[-1] < peaks(planned)[0] <= keep.predicted.peak_bytes
+            for point in planned:
+                assert point.max_slowdown is not None
+                assert point.predicted.step_s <= (1 + point.max_slowdown) * keep.predicted.step_s * (1 + 1e-9)
+        assert all(m <= o for m, o in zip(peaks(mixed), peaks(offload), strict=True)), "one choice more, no higher peak"
     keeps = of_strategy(curve.points, "keep")
     assert peaks(keeps)[0] < peaks(keeps)[1]
 
@@ -98,21 +99,22 @@ def test_a_larger_budget_never_costs_more_time() -> None:
     (keep,) = of_strategy(curve_of(max_slowdowns=()).points, "keep")
     highest = keep.predicted.peak_bytes
     budgets = [highest // 2, highest * 3 // 4, highest]
-    points = of_strategy(curve_of(max_slowdowns=(), memory_budgets_bytes=budgets).points, "offload")
-    assert [point.memory_budget_bytes for point in points] == budgets
-    assert all(peak <= budget for peak, budget in zip(peaks(points), budgets, strict=True))
-    assert times(points) == sorted(times(points), reverse=True)
-    assert times(points)[-1] == keep.predicted.step_s < times(points)[0]
+    curve = curve_of(max_slowdowns=(), memory_budgets_bytes=budgets)
+    for points in (of_strategy(curve.points, "offload"), of_strategy(curve.points, "mixed")):
+        assert [point.memory_budget_bytes for point in points] == budgets
+        assert all(peak <= budget for peak, budget in zip(peaks(points), budgets, strict=True))
+        assert times(points) == sorted(times(points), reverse=True)
+        assert times(points)[-1] == keep.predicted.step_s < times(points)[0]
 
 
 def test_it_predicts_what_explain_says() -> None:
     """Plans are made for a copy of the traced graphs; ``explain`` plans inside the trace."""
     model, inputs = make(512)
     (graph,) = explain(model, *inputs, config=dataclasses.replace(CONFIG, max_slowdown=0.5)).graphs
-    keep, offload = curve_of(max_slowdowns=[0.5]).points
+    keep, _, mixed = curve_of(max_slowdowns=[0.5]).points
     assert graph.plan.offloaded
     assert keep.predicted == RokOutcome(peak_bytes=graph.plan.peak_before_bytes, step_s=graph.plan.step_s)
-    assert offload.predicted == RokOutcome(
+    assert mixed.predicted == RokOutcome(
         peak_bytes=graph.plan.peak_after_bytes, step_s=graph.plan.step_s + graph.plan.exposed_s
     )
 
@@ -120,8 +122,9 @@ def test_it_predicts_what_explain_says() -> None:
 def test_what_cannot_be_made_is_named() -> None:
     curve = curve_of(max_slowdowns=(), memory_budgets_bytes=[1])
     assert [point.strategy for point in curve.points] == ["keep"]
-    budget, recompute = curve.skipped
-    assert budget.startswith("offload, batch 512: memory_budget_bytes is 1, but the predicted activation peak")
+    *budgets, recompute = curve.skipped
+    for strategy, reason in zip(("offload", "mixed"), budgets, strict=True):
+        assert reason.startswith(f"{strategy}, batch 512: memory_budget_bytes is 1, but the predicted activation peak")
     assert recompute == "recompute: no model with checkpointed layers was given"
 
 
@@ -140,7 +143,7 @@ def test_a_model_must_be_one_training_graph(breaks: bool, found: int) -> None:
 outcomes = st.builds(RokOutcome, peak_bytes=st.integers(1, 5), step_s=st.sampled_from([0.5, 1.0, 2.0, 4.0]))
 rok_points = st.builds(
     RokPoint,
-    strategy=st.sampled_from(["keep", "recompute", "offload"]),
+    strategy=st.sampled_from(["keep", "recompute", "offload", "mixed"]),
     batch=st.integers(1, 4),
     max_slowdown=st.none() | st.floats(0, 1),
     memory_budget_bytes=st.none() | st.integers(1, 1 << 40),
@@ -179,8 +182,8 @@ def test_json_round_trip(points: list[RokPoint], skipped: list[str]) -> None:
     [
         ("keep", {}, "inductor", {}),
         ("recompute", {}, "checkpoint", {}),
-        ("offload", {"max_slowdown": 0.3}, "ssdtrain", {"max_slowdown": 0.3}),
-        ("offload", {"memory_budget_bytes": 7}, "ssdtrain", {"memory_budget_bytes": 7}),
+        ("offload", {"max_slowdown": 0.3}, "ssdtrain", {"max_slowdown": 0.3, "recompute": False}),
+        ("mixed", {"memory_budget_bytes": 7}, "ssdtrain", {"memory_budget_bytes": 7, "recompute": True}),
     ],
 )
 def test_a_point_is_measured_as_it_was_planned(
@@ -221,7 +224,7 @@ def test_the_command_writes_a_picture_and_all_points(tmp_path: Path, monkeypatch
     assert "Skipped: offload, batch 32: memory_budget_bytes is 1" in done.output
     curve = RokCurve.from_json(points.read_text())
     assert [(point.batch, point.strategy) for point in curve.points] == [
-        (batch, strategy) for batch in (64, 32) for strategy in ("keep", "offload", "recompute")
+        (batch, strategy) for batch in (64, 32) for strategy in ("keep", "offload", "mixed", "recompute")
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
 

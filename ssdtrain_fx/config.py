@@ -62,8 +62,9 @@ class OffloadConfig:
     which is measured in a few seconds when it is not known yet."""
 
     io: IOPath = "auto"
-    """``posix`` goes through host memory by threads, ``kvikio`` straight from GPU to file; ``auto`` takes what really
-    works. ``aio`` moves CPU tensors by Linux native AIO, without threads: less processor time, no faster so far."""
+    """``posix`` goes through host memory by threads, ``kvikio`` straight from GPU to file; ``auto`` takes the
+    faster one of those that work. ``aio`` moves CPU tensors by Linux native AIO, without threads: less processor time,
+    no faster so far."""
 
     checksum: bool = False
     """Verify every byte that comes back (costs CPU time)."""

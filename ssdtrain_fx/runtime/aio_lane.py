@@ -76,11 +76,10 @@ class _Transfer:
 class AioLane(Lane):
     """All methods but :meth:`close` and :meth:`allocate` need the ledger's lock."""
 
-    io_path_suffix = ", native AIO"
-
     def __init__(self, ledger: Ledger, aio: Aio, pool: StagingPool, *, checksum: bool) -> None:
         self._aio = aio
         super().__init__(ledger, CpuMover(), pool, checksum=checksum)
+        self.io_path += ", native AIO"
         self._reads: collections.deque[_Transfer] = collections.deque()
         self._copies: collections.deque[Chunk] = collections.deque()
         self._writes: collections.deque[_Transfer] = collections.deque()

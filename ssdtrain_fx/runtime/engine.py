@@ -32,10 +32,11 @@ from torch import Tensor
 from ssdtrain_fx.errors import ConfigError, InternalError
 from ssdtrain_fx.runtime.aio import Aio, AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.aio_lane import AIO_CHUNK_BYTES, AioLane
-from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.directory import check_directories
-from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover, import_kvikio
+from ssdtrain_fx.runtime.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
+from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover
 from ssdtrain_fx.runtime.lane import Lane
 from ssdtrain_fx.runtime.layout import copy_elements, movable, same_layout, span_elements
 from ssdtrain_fx.runtime.ledger import Entry, Fill, Ledger, lost
@@ -64,6 +65,7 @@ class Engine:
         handles: Iterator[int] | None = None,
         open_file: Callable[[Sequence[str]], ChunkFile] = open_spill_file,
         open_aio: Callable[[], Aio] | None = None,
+        choose_kvikio: Callable[[IOPath, Sequence[str], Any], Kvikio | None] = choose_kvikio,
         cuda: Any = torch.cuda,
         chunk_bytes: int | None = None,
     ) -> None:
@@ -77,15 +79,12 @@ class Engine:
         self._cuda = cuda
         self._open_aio = KernelAio if open_aio is None and config.io == "aio" else open_aio
         self._chunk_bytes = chunk_bytes
-        self._kvikio = import_kvikio(config.io, cuda)
-        if self._kvikio is not None and config.checksum:
-            if config.io == "kvikio":
-                raise ConfigError(
-                    'checksum=True needs io="posix": with io="kvikio" the bytes never come by the processor.'
-                )
-            self._kvikio = None
+        may_use_kvikio(config.io, cuda)  # an error now rather than at the first CUDA tensor
+        if config.checksum and config.io == "kvikio":
+            raise ConfigError('checksum=True needs io="posix": with io="kvikio" the bytes never come by the processor.')
+        self._choose_kvikio = choose_kvikio
         directories = check_directories(config.ssd_dir)
-        self._drive_count = len(directories)
+        self._directories = directories
         self._file = open_file(directories)
         self._ledger = Ledger(self._file)
         self._lanes: dict[str, Lane] = {}
@@ -328,7 +327,7 @@ class Engine:
         self._file.close()
 
     def _io_path(self) -> str:
-        return self._file.io_path + "".join(lane.io_path_suffix for lane in self._lanes.values())
+        return ", ".join(dict.fromkeys(lane.io_path for lane in self._lanes.values())) or self._file.io_path
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -351,12 +350,15 @@ class Engine:
     def _make_lane(self, device_type: str) -> Lane:
         if device_type not in ("cpu", "cuda"):
             raise ConfigError(f"ssdtrain_fx offloads tensors on cpu and cuda devices; got one on {device_type!r}.")
-        if device_type == "cuda" and self._kvikio is not None:
-            return KvikioLane(self._ledger, self._kvikio, KvikioMover(self._cuda), self._drive_count)
+        drive_count = len(self._directories)
+        if device_type == "cuda" and not self.config.checksum:
+            kvikio = self._choose_kvikio(self.config.io, self._directories, self._cuda)
+            if kvikio is not None:
+                return KvikioLane(self._ledger, kvikio, KvikioMover(self._cuda), drive_count)
         mover = CpuMover() if device_type == "cpu" else CudaMover(self._cuda)
         budget_bytes = self.config.host_budget_bytes
         if budget_bytes is None:
-            budget_bytes = mover.default_budget_bytes * self._drive_count
+            budget_bytes = mover.default_budget_bytes * drive_count
         checksum = self.config.checksum
         if device_type == "cpu" and self._file.direct and self._open_aio is not None:
             try:
@@ -367,7 +369,7 @@ class Engine:
                 pool = StagingPool(budget_bytes, self._chunk_size(AIO_CHUNK_BYTES))
                 return AioLane(self._ledger, aio, pool, checksum=checksum)
         pool = StagingPool(budget_bytes, self._chunk_size(CHUNK_BYTES))
-        thread_count = mover.thread_count * self._drive_count
+        thread_count = mover.thread_count * drive_count
         return ThreadLane(self._ledger, mover, pool, thread_count=thread_count, checksum=checksum)
 
     def _chunk_size(self, default_bytes: int) -> int:

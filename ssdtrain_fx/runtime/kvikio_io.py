@@ -1,10 +1,9 @@
 """Straight from GPU memory to the file and back, through KvikIO, where GPUDirect Storage is there.
 
-Why so guarded: on a machine without a usable GPU driver, KvikIO's calls do not fail, they hang.
+Whether it is used at all is decided in :mod:`ssdtrain_fx.runtime.kvikio_choice`.
 
 Guarantees:
 
-* KvikIO is imported only after ``torch.cuda.is_available()`` has said yes.
 * A transfer starts after the event that says that the memory is ready; KvikIO itself knows nothing of torch's streams.
 * Futures, tensors and the file are held until the transfer is over, and every result is asked for exactly once.
 """
@@ -13,19 +12,16 @@ from __future__ import annotations
 
 import errno
 import functools
-import importlib
-import importlib.util
 import math
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssdtrain_fx.errors import ConfigError
-from ssdtrain_fx.runtime.config import IOPath
 from ssdtrain_fx.runtime.cuda import CudaMover
+from ssdtrain_fx.runtime.kvikio_choice import Kvikio
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Fill, Ledger
 from ssdtrain_fx.runtime.movers import Region
 from ssdtrain_fx.runtime.slots import round_up
@@ -35,31 +31,6 @@ from ssdtrain_fx.runtime.thread_lane import Task, ThreadLane
 
 CHUNK_BYTES = 64 << 20
 """KvikIO cuts a transfer into pieces for its own threads. A guess, not measured."""
-
-
-class Cuda(Protocol):
-    """The part of ``torch.cuda`` that is asked before KvikIO is touched."""
-
-    def is_available(self) -> bool: ...
-
-
-def import_kvikio(io: IOPath, cuda: Cuda = torch.cuda) -> Any:
-    """The kvikio module if ``io`` wants it, else None. Raises ConfigError if it is wanted and cannot work."""
-    if io in ("posix", "aio"):
-        return None
-    usable_gpu = cuda.is_available()
-    installed = usable_gpu and importlib.util.find_spec("kvikio") is not None
-    if io == "kvikio" and not installed:
-        found = "KvikIO is not installed" if usable_gpu else "torch finds no usable CUDA GPU"
-        raise ConfigError(
-            f'io="kvikio": {found}. It needs a CUDA GPU and `pip install ssdtrain-fx[gds]`; "posix" works everywhere.'
-        )
-    if not installed:
-        return None
-    kvikio = importlib.import_module("kvikio")
-    if io == "auto" and not importlib.import_module("kvikio.cufile_driver").get("is_gds_available"):
-        return None
-    return kvikio
 
 
 class DeviceFile:
@@ -110,12 +81,11 @@ class KvikioMover(CudaMover):
 class KvikioLane(ThreadLane):
     """A lane whose chunks go SOURCE -> COPYING -> ON_DISK, or KEPT, without a staging buffer."""
 
-    io_path_suffix = ", kvikio for CUDA tensors"
-
-    def __init__(self, ledger: Ledger, kvikio: Any, mover: CudaMover, drive_count: int = 1) -> None:
+    def __init__(self, ledger: Ledger, kvikio: Kvikio, mover: CudaMover, drive_count: int = 1) -> None:
         super().__init__(ledger, mover, StagingPool(0), thread_count=mover.thread_count * drive_count, checksum=False)
         self.chunk_bytes = math.gcd(CHUNK_BYTES, ledger.file.stripe_bytes or CHUNK_BYTES)
-        self._device_file = DeviceFile(kvikio, ledger.file)
+        self._device_file = DeviceFile(kvikio.module, ledger.file)
+        self.io_path = "KvikIO with GPUDirect Storage" if kvikio.gds else "KvikIO through host memory"
 
     def _next_copy(self) -> Task | None:
         while self._copies:

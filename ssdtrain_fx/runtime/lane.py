@@ -29,12 +29,12 @@ class Lane(abc.ABC):
     """The engine's view of a lane, and the bookkeeping at the ends of transfers. Methods that say so need the ledger's
     lock."""
 
-    io_path_suffix = ""
-
     def __init__(self, ledger: Ledger, mover: Mover, pool: StagingPool, *, checksum: bool) -> None:
         self.mover = mover
         self.pool = pool
         self.chunk_bytes = pool.chunk_bytes
+        self.io_path = ledger.file.io_path
+        """See :attr:`ssdtrain_fx.runtime.statistics.Statistics.io_path`."""
         self._ledger = ledger
         self._checksum = checksum
 

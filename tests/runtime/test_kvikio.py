@@ -1,9 +1,6 @@
-"""The KvikIO path, on a stand-in for the module: the real one hangs where there is no GPU."""
+"""The KvikIO path, on a stand-in for the module. The real one: test_kvikio_real.py."""
 
-import importlib.util
 import os
-import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +12,8 @@ from torch import Tensor
 from ssdtrain_fx.errors import ActivationLostError, ConfigError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover, import_kvikio
+from ssdtrain_fx.runtime.kvikio_choice import Kvikio
+from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover
 from ssdtrain_fx.runtime.lane import Lane
 
 
@@ -70,7 +68,7 @@ class StandInEngine(Engine):
         super().__init__(EngineConfig(ssd_dir=directory))
 
     def _make_lane(self, device_type: str) -> Lane:
-        return KvikioLane(self._ledger, self.fake_kvikio, KvikioMover(FakeCuda()))
+        return KvikioLane(self._ledger, Kvikio(self.fake_kvikio, gds=True), KvikioMover(FakeCuda()))
 
 
 @pytest.fixture
@@ -92,6 +90,7 @@ def test_round_trip_without_staging(engine: StandInEngine, kvikio: FakeKvikio) -
     assert kvikio.calls == [("pwrite", 80_000, 0), ("pread", 80_000, 0), ("pread", 80_000, 0)]
     statistics = engine.statistics()
     assert (statistics.bytes_written, statistics.bytes_read, statistics.staging_bytes) == (80_000, 160_000, 0)
+    assert statistics.io_path == "KvikIO with GPUDirect Storage"
 
 
 @pytest.mark.parametrize("fault", ["failing", "short"])
@@ -113,51 +112,7 @@ def test_a_failed_read_stops_backward(engine: StandInEngine, kvikio: FakeKvikio,
         fetch(engine, token, torch.arange(10_000))
 
 
-class Gpu:
-    def __init__(self, available: bool) -> None:
-        self.available = available
-
-    def is_available(self) -> bool:
-        return self.available
-
-
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A module named kvikio that says that GPUDirect Storage is there."""
-    module, driver = types.ModuleType("kvikio"), types.ModuleType("kvikio.cufile_driver")
-    driver.get = lambda name: {"is_gds_available": True}[name]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvikio", module)
-    monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", driver)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    return module
-
-
-def test_without_a_gpu_it_is_never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} must not be touched without a GPU")
-
-    monkeypatch.setattr(importlib, "import_module", refuse)
-    monkeypatch.setattr(importlib.util, "find_spec", refuse)
-    assert import_kvikio("auto", Gpu(False)) is None
-    assert import_kvikio("posix", Gpu(True)) is None
-    with pytest.raises(ConfigError, match=r"torch finds no usable CUDA GPU.*pip install ssdtrain-fx\[gds\]"):
-        import_kvikio("kvikio", Gpu(False))
-
-
-def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert import_kvikio("auto", Gpu(True)) is None
-    with pytest.raises(ConfigError, match="KvikIO is not installed"):
-        import_kvikio("kvikio", Gpu(True))
-
-
-def test_auto_takes_it_only_with_gpudirect_storage(installed: types.ModuleType) -> None:
-    assert import_kvikio("auto", Gpu(True)) is installed
-    sys.modules["kvikio.cufile_driver"].get = lambda name: False  # type: ignore[attr-defined]
-    assert import_kvikio("auto", Gpu(True)) is None
-    assert import_kvikio("kvikio", Gpu(True)) is installed
-
-
-def test_checksums_need_posix(installed: types.ModuleType, tmp_path: Path) -> None:
+def test_checksums_need_posix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(ConfigError, match='checksum=True needs io="posix"'):
         Engine(EngineConfig(ssd_dir=str(tmp_path), io="kvikio", checksum=True), cuda=FakeCuda())

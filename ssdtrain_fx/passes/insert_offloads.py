@@ -91,10 +91,15 @@ def insert_offloads(
             (decision.reload, reload, chain),
             (decision.wait, Step.WAIT, chain),
         ]
+    symbols = {
+        node.meta["val"].node.expr: node
+        for node in joint.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("val"), torch.SymInt)
+    }
     for position, step, chain in sorted(steps, key=lambda item: item[:2]):
         with joint.graph.inserting_before(nodes[position]):
             if step is Step.OFFLOAD:
-                _insert_offload(joint, chain, engine)
+                _insert_offload(joint.graph, chain, symbols, engine)
             elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
                 _insert_release(joint.graph, chain)
             elif step is Step.WAIT:
@@ -106,14 +111,9 @@ def insert_offloads(
     return joint
 
 
-def _insert_offload(joint: ScheduledJointGraph, chain: _Chain, engine: str) -> None:
-    graph, source = joint.graph, chain.source
+def _insert_offload(graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.Node], engine: str) -> None:
+    source = chain.source
     value = _value(source)
-    symbols = {
-        node.meta["val"].node.expr: node
-        for node in graph.find_nodes(op="placeholder")
-        if isinstance(node.meta.get("val"), torch.SymInt)
-    }
 
     def as_arguments(numbers: Sequence[int | torch.SymInt], read: OpOverload) -> list[int | fx.Node]:
         """Backward gets symbols from forward: the symbol itself, or what forward reads off the tensor."""

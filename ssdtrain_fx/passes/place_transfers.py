@@ -28,6 +28,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -123,9 +124,8 @@ class _Clock:
         for movable in chosen:
             extra_s[movable.complete] += problem.blocks_out_s(movable.size_bytes)
             extra_s[movable.wait] += problem.blocks_in_s(movable.size_bytes)
-        busy_s = itertools.accumulate(map(sum, zip(problem.node_s, extra_s, strict=True)), initial=0.0)
-        reached_s = list(busy_s)[:-1]
-        return cls(reached_s, [at + more for at, more in zip(reached_s, extra_s, strict=True)])
+        *reached_s, _ = itertools.accumulate(map(operator.add, problem.node_s, extra_s), initial=0.0)
+        return cls(reached_s, list(map(operator.add, reached_s, extra_s)))
 
 
 def _place_releases(problem: TransferProblem, chosen: Sequence[Movable], clock: _Clock, haste: float) -> dict[int, int]:
@@ -331,22 +331,23 @@ def _ranks(problem: TransferProblem, hastes: Iterable[float]) -> Iterable[tuple[
             yield haste, second
 
 
-def _rank(problem: TransferProblem, waiting: list[Movable], alone: Placements) -> list[Movable]:
+def _rank(problem: TransferProblem, waiting: Sequence[Movable], alone: Placements) -> list[Movable]:
     """Those of ``waiting`` that relieve the peak, in the order in which they do.
 
     Each one takes its bytes out of the span where it would be away if it had the SSD to itself. The next one is the
     first whose span covers the present peak.
     """
     profile = np.array(live_bytes(problem, {}), dtype=np.int64)
+    release = np.array([alone[movable.idx].release for movable in waiting], dtype=np.int64)
+    reload = np.array([alone[movable.idx].reload for movable in waiting], dtype=np.int64)
     ranked: list[Movable] = []
-    while waiting:
-        position = int(profile.argmax())
-        covering = (i for i, m in enumerate(waiting) if alone[m.idx].release <= position < alone[m.idx].reload)
-        found = next(covering, None)
-        if found is None:
+    while len(ranked) < len(waiting):
+        position = profile.argmax()
+        covering = (release <= position) & (position < reload)
+        found = int(covering.argmax())
+        if not covering[found]:
             break
-        movable = waiting.pop(found)
-        placement = alone[movable.idx]
-        profile[placement.release : placement.reload] -= movable.size_bytes
-        ranked.append(movable)
+        profile[release[found] : reload[found]] -= waiting[found].size_bytes
+        reload[found] = release[found]  # an empty span: it is not found again
+        ranked.append(waiting[found])
     return ranked

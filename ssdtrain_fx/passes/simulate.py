@@ -20,7 +20,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Mapping
 
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.transfer_problem import Movable, Placements, Step, TransferProblem
@@ -63,31 +64,32 @@ def simulate(problem: TransferProblem, placements: Placements) -> Simulation:
     release_stall_s: dict[int, float] = {}
     wait_stall_s: dict[int, float] = {}
     start_s: list[float] = []
-    events = _events(problem, placements)
-    event = next(events, None)
     now = 0.0
-    for position, node_s in enumerate(problem.node_s):
-        while event is not None and event[0] == position:
-            _, step, movable = event
-            idx, size_bytes = movable.idx, movable.size_bytes
-            if step is Step.OFFLOAD:
-                begin = now
-                now += problem.blocks_out_s(size_bytes)
-                left_s[idx] = channels.write(movable, begin, now)
-            elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
-                if left_s[idx] > now:
-                    release_stall_s[idx] = left_s[idx] - now
-                    now = left_s[idx]
-            elif step is Step.WAIT:
-                if back_s[idx] > now:
-                    wait_stall_s[idx] = back_s[idx] - now
-                    now = back_s[idx]
-            else:
-                now += problem.blocks_in_s(size_bytes)
-                back_s[idx] = channels.read(movable, now)
-            event = next(events, None)
-        start_s.append(now)
-        now += node_s
+    position = 0
+    for at, step, movable in _events(problem, placements):
+        if at > position:
+            # The nodes in front of this event run one after the other.
+            *starts, now = itertools.accumulate(problem.node_s[position:at], initial=now)
+            start_s += starts
+            position = at
+        idx, size_bytes = movable.idx, movable.size_bytes
+        if step is Step.OFFLOAD:
+            begin = now
+            now += problem.blocks_out_s(size_bytes)
+            left_s[idx] = channels.write(movable, begin, now)
+        elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
+            if left_s[idx] > now:
+                release_stall_s[idx] = left_s[idx] - now
+                now = left_s[idx]
+        elif step is Step.WAIT:
+            if back_s[idx] > now:
+                wait_stall_s[idx] = back_s[idx] - now
+                now = back_s[idx]
+        else:
+            now += problem.blocks_in_s(size_bytes)
+            back_s[idx] = channels.read(movable, now)
+    *starts, now = itertools.accumulate(problem.node_s[position:], initial=now)
+    start_s += starts
     return Simulation(
         live_bytes=live_bytes(problem, placements),
         start_s=tuple(start_s),
@@ -106,18 +108,17 @@ def live_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, .
     """Live bytes at every position when the storages in ``placements`` are moved."""
     change = [0] * (len(problem.node_s) + 1)
     for movable in problem.movables:
-        spans = [(movable.start, movable.end)]
+        size_bytes = movable.size_bytes
+        change[movable.start] += size_bytes
+        change[movable.end] -= size_bytes
         placement = placements.get(movable.idx)
         if placement is not None:
-            spans = [(movable.start, placement.release), (placement.reload, movable.end)]
-        for start, end in spans:
-            change[start] += movable.size_bytes
-            change[end] -= movable.size_bytes
-    moved = itertools.accumulate(change[:-1])
-    return tuple(fixed + more for fixed, more in zip(problem.fixed_live_bytes, moved, strict=True))
+            change[placement.release] -= size_bytes
+            change[placement.reload] += size_bytes
+    return tuple(map(operator.add, problem.fixed_live_bytes, itertools.accumulate(change)))
 
 
-def _events(problem: TransferProblem, placements: Placements) -> Iterator[tuple[int, Step, Movable]]:
+def _events(problem: TransferProblem, placements: Placements) -> list[tuple[int, Step, Movable]]:
     events: list[tuple[int, Step, Movable]] = []
     for movable in problem.movables:
         placement = placements.get(movable.idx)
@@ -132,7 +133,7 @@ def _events(problem: TransferProblem, placements: Placements) -> Iterator[tuple[
             (movable.wait, Step.WAIT, movable),
         ]
     # The sort is stable: equal keys stay in the order of the movables, as insert_offloads has it.
-    return iter(sorted(events, key=lambda event: event[:2]))
+    return sorted(events, key=operator.itemgetter(0, 1))
 
 
 class _Channels:

@@ -53,9 +53,10 @@ class OffloadConfig:
     """Most pinned (GPU) or staging (CPU) memory that the engine may hold. None: chosen per device."""
 
     max_slowdown: float = 0.01
-    """How much longer than without offloading a step may take, as a share of it, by the planner's prediction. On a CPU,
-    where the processor itself copies, every byte costs time: allow 0.05 or more there to see much less memory. Has no
-    effect with ``memory_budget_bytes`` or ``policy="all"``."""
+    """How much longer than without offloading a step may take, as a share of it, by the planner's prediction. Where the
+    disk is slower than predicted, stalls keep to the same share of the time: what does not fit in stays in memory.
+    On a CPU, where the processor itself copies, every byte costs time: allow 0.05 or more there to see much less
+    memory. Has no effect with ``memory_budget_bytes`` or ``policy="all"``."""
 
     hardware: Hardware | str | Path | None = None
     """What to plan for: a profile, or the path of one that ``ssdtrain-fx probe --json`` wrote. None: this machine,
@@ -141,6 +142,8 @@ class OffloadConfig:
             io=self.io,
             host_budget_bytes=self.host_budget_bytes,
             checksum=self.checksum,
+            # Who asks for a budget or for everything to move is promised memory, not time.
+            max_stall_share=self.max_slowdown if self.policy == "auto" and self.memory_budget_bytes is None else None,
         )
 
 

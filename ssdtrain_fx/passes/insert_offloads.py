@@ -46,6 +46,7 @@ class _Chain:
 
     candidate: Candidate
     source: fx.Node
+    decision: Offload
     size: Sequence[int | fx.Node] = ()
     stride: Sequence[int | fx.Node] = ()
     token: fx.Node | None = None
@@ -82,7 +83,7 @@ def insert_offloads(
         if decision is None:
             continue
         assert candidate.representative is not None
-        chain = _Chain(candidate, candidate.representative)
+        chain = _Chain(candidate, candidate.representative, decision)
         release = Step.RELEASE_AT_ONCE if decision.release == decision.offload else Step.RELEASE
         reload = Step.RELOAD_AT_ONCE if decision.reload == decision.wait else Step.RELOAD
         steps += [
@@ -132,7 +133,9 @@ def _insert_offload(graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.
     chain.size = as_arguments(value.shape, torch.ops.aten.sym_size.int)
     chain.stride = as_arguments(value.stride(), torch.ops.aten.sym_stride.int)
     # The compiler that picks the layout of the source fills in its strides.
-    chain.token = graph.call_function(OFFLOAD, (source, [], source.name, engine))
+    chain.token = graph.call_function(
+        OFFLOAD, (source, [], source.name, engine, chain.decision.out_s, chain.decision.back_s)
+    )
     _annotate(chain.token, source, _fake_token(value))
 
 

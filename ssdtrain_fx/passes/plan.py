@@ -29,6 +29,10 @@ class Offload:
     release: int
     reload: int
     wait: int
+    out_s: float
+    """Predicted time from offload to release ..."""
+    back_s: float
+    """... and from reload to wait, stalls included: the runtime keeps in memory what takes longer."""
     reason: str
 
 

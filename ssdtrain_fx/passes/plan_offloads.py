@@ -190,12 +190,20 @@ def _decide(candidate: Candidate, choice: Choice, movables: Mapping[int, Movable
         return Keep(candidate.reason_to_keep or reason_not_moved)
     assert candidate.representative is not None
     placement, movable, views = choice.placements[idx], movables[idx], len(candidate.saved_nodes)
+    simulation = choice.simulation
+    start_s = simulation.start_s
+    out_s = start_s[placement.release] - start_s[movable.complete]
+    back_s = start_s[movable.wait] - start_s[placement.reload]
     return Offload(
         representative=candidate.representative.name,
         offload=movable.complete,
         release=placement.release,
         reload=placement.reload,
         wait=movable.wait,
+        # Between two positions the stall is counted in; at one and the same it is all there is. In whole microseconds,
+        # which stay readable in the graph.
+        out_s=round(max(out_s, simulation.release_stall_s.get(idx, 0.0)), 6),
+        back_s=round(max(back_s, simulation.wait_stall_s.get(idx, 0.0)), 6),
         reason="away between forward and backward" + (f"; {views} saved views share it" if views > 1 else ""),
     )
 

@@ -48,6 +48,7 @@ from ssdtrain_fx.runtime.slots import round_up
 from ssdtrain_fx.runtime.spill_file import bytes_done
 from ssdtrain_fx.runtime.staging import StagingBuffer, StagingPool
 from ssdtrain_fx.runtime.tensor_memory import TensorMemory
+from ssdtrain_fx.runtime.traffic import Direction, Transfer
 
 AIO_CHUNK_BYTES = 4 << 20
 """Twice that of the threads: every chunk costs the computing thread some Python, which runs with cold caches there. A
@@ -57,7 +58,7 @@ BERT step took 1.09 instead of 1.11 times that of plain Inductor (2 cores, few r
 class _Transfer:
     """One chunk between memory and the file. ``fill`` is set for reads, ``buffer`` for writes."""
 
-    __slots__ = ("address", "began_ns", "buffer", "chunk", "done", "fill", "offset", "opcode", "total")
+    __slots__ = ("address", "began_ns", "buffer", "chunk", "done", "fill", "offset", "opcode", "timed", "total")
 
     def __init__(self, chunk: Chunk, address: int, fill: Fill | None, buffer: StagingBuffer | None) -> None:
         slot = chunk.entry.slot
@@ -71,6 +72,8 @@ class _Transfer:
         self.total = round_up(chunk.length)
         self.done = 0
         self.began_ns = 0
+        self.timed: Transfer | None = None
+        """While the kernel has it."""
 
 
 class AioLane(Lane):
@@ -220,7 +223,7 @@ class AioLane(Lane):
                 return False
             transfer = queue[0]
             chunk, done = transfer.chunk, transfer.done
-            if chunk.entry.dead and done == 0:
+            if chunk.entry.unneeded_on_disk and done == 0:
                 self._abandon(queue.popleft())
                 continue
             error = file.grow(transfer.offset + transfer.total) if transfer.fill is None else None
@@ -241,6 +244,9 @@ class AioLane(Lane):
                 except OSError as submit_error:
                     accepted, error = False, submit_error
                 if accepted:
+                    transfer.timed = self._ledger.traffic.begin(
+                        Direction.WRITE if transfer.fill is None else Direction.READ
+                    )
                     if transfer.fill is None:
                         chunk.state = ChunkState.WRITING
                     queue.popleft()
@@ -261,7 +267,7 @@ class AioLane(Lane):
             try:
                 self._aio.reap(0, 0.0)
             finally:
-                self._take_answers()
+                self._take_answers(None)
 
     def _block(self, timeout_s: float) -> None:
         lock = self._ledger.lock
@@ -270,21 +276,27 @@ class AioLane(Lane):
         try:
             self._aio.reap(1, timeout_s)
         finally:
+            end_s = self._ledger.traffic.clock()
             lock.acquire()
             self._reaping = False
             self._ledger.progress.notify_all()
             try:
-                self._take_answers()
+                self._take_answers(end_s)
                 if not self._closing:
                     self._begin()
             except BaseException as failure:
                 self._stop(failure)
                 raise
 
-    def _take_answers(self) -> None:
+    def _take_answers(self, end_s: float | None) -> None:
+        """``end_s`` is when the kernel was done; None where that was some time ago, which tells nothing of the disk."""
         for cookie, result in self._aio.answers():
             transfer = self._in_flight.pop(cookie, None)
             if transfer is not None:
+                timed, transfer.timed = transfer.timed, None
+                assert timed is not None
+                length = 0 if end_s is None else max(0, result)
+                self._ledger.traffic.end(timed, length, end_s or 0.0, busy_with=self.busy_with)
                 self._answer(transfer, result)
 
     def _answer(self, transfer: _Transfer, result: int) -> None:

@@ -17,6 +17,9 @@ class EngineConfig:
     io: IOPath = "auto"
     host_budget_bytes: int | None = None
     checksum: bool = False
+    max_stall_share: float | None = None
+    """Share of the time for which transfers may hold up the computing thread: what would take longer stays in memory.
+    None: everything is moved, however long it takes."""
 
     def to_argument(self) -> str:
         """The string that the compiled graph carries; only what differs from the defaults is written."""

@@ -7,7 +7,8 @@ Guarantees:
 
 * ``offload`` and ``reload`` return at once; ``release`` and ``wait`` block only for what their contract needs, and the
   time is counted as stall.
-* After ``release`` the engine reads the tensor no more.
+* After ``release`` the engine reads the tensor no more. What has not left by then, and would hold up the step for
+  longer than the configuration allows, is copied to other memory and stays there.
 * Data that ``offload`` took comes back from ``reload`` and ``wait`` bit by bit, or ``wait`` raises ActivationLostError.
   A full or broken disk costs memory, not data.
 * Every operation may be called from any thread.
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain_fx.errors import ConfigError, InternalError
+from ssdtrain_fx.runtime.admission import Admission
 from ssdtrain_fx.runtime.aio import Aio, AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.aio_lane import AIO_CHUNK_BYTES, AioLane
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
@@ -37,8 +39,8 @@ from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.runtime.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
 from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover
-from ssdtrain_fx.runtime.lane import Lane
-from ssdtrain_fx.runtime.layout import copy_elements, movable, same_layout, span_elements
+from ssdtrain_fx.runtime.lane import BLOCK_S, Lane
+from ssdtrain_fx.runtime.layout import copy_elements, copy_with_layout, movable, same_layout, span_elements
 from ssdtrain_fx.runtime.ledger import Entry, Fill, Ledger, lost
 from ssdtrain_fx.runtime.movers import CpuMover
 from ssdtrain_fx.runtime.spill_file import ChunkFile
@@ -48,6 +50,7 @@ from ssdtrain_fx.runtime.striped_file import open_spill_file
 from ssdtrain_fx.runtime.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.tokens import Owner, handle_of, make_token
 from ssdtrain_fx.runtime.trace import Trace, traced
+from ssdtrain_fx.runtime.traffic import Direction, Traffic
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +71,10 @@ class Engine:
         choose_kvikio: Callable[[IOPath, Sequence[str], Any], Kvikio | None] = choose_kvikio,
         cuda: Any = torch.cuda,
         chunk_bytes: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``handles`` yields numbers that no other engine of this process uses; ``cuda`` stands for ``torch.cuda``.
+        """``handles`` yields numbers that no other engine of this process uses; ``cuda`` stands for ``torch.cuda``, and
+        ``clock`` tells seconds.
 
         ``open_aio`` is called when the first CPU tensor comes, if the file does direct I/O. Where it raises
         AioUnavailableError, threads do the work.
@@ -79,6 +84,7 @@ class Engine:
         self._cuda = cuda
         self._open_aio = KernelAio if open_aio is None and config.io == "aio" else open_aio
         self._chunk_bytes = chunk_bytes
+        self._clock = clock
         may_use_kvikio(config.io, cuda)  # an error now rather than at the first CUDA tensor
         if config.checksum and config.io == "kvikio":
             raise ConfigError('checksum=True needs io="posix": with io="kvikio" the bytes never come by the processor.')
@@ -86,7 +92,7 @@ class Engine:
         directories = check_directories(config.ssd_dir)
         self._directories = directories
         self._file = open_file(directories)
-        self._ledger = Ledger(self._file)
+        self._ledger = Ledger(self._file, Admission(config.max_stall_share, clock), Traffic(clock))
         self._lanes: dict[str, Lane] = {}
         self._lanes_lock = threading.Lock()
 
@@ -107,15 +113,17 @@ class Engine:
     # -- the ops -------------------------------------------------------------------------------------------------------
 
     @traced
-    def offload(self, x: Tensor, name: str) -> Tensor:
-        """Start moving ``x`` to the file. ``x`` must stay allocated and unwritten until :meth:`release` returns."""
+    def offload(self, x: Tensor, name: str, *, out_s: float | None = None, back_s: float | None = None) -> Tensor:
+        """Start moving ``x`` to the file. ``x`` must stay allocated and unwritten until :meth:`release` returns.
+
+        By the plan, ``release`` comes ``out_s`` later, and from ``reload`` to ``wait`` it is ``back_s``. None: unknown.
+        Where moving ``x`` would hold up the step for longer than the configuration allows, it stays in memory.
+        """
         ledger = self._ledger
         if x.layout is not torch.strided:
             raise InternalError(f"offload({name!r}): expected a strided tensor, got layout {x.layout}")
-        if x.requires_grad:
-            x = x.detach()
         lane = self._lane(x.device.type)
-        source = movable(x)
+        source = movable(x.detach())
         byte_count = span_elements(source.size(), source.stride()) * source.element_size()
         entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
         handle = next(self._handles)
@@ -124,15 +132,26 @@ class Engine:
         with ledger.lock:
             ledger.check_usable(name)
             ledger.drain()
-            ledger.enter(handle, entry, lane.chunk_bytes)
-            lane.enlist_copies(entry)
-        lane.begin_copies()
+            stall_s = self._predict_stall_s(lane, byte_count, out_s, back_s)
+            moves = byte_count == 0 or ledger.admission.admits(stall_s)
+            if moves:
+                ledger.admission.charge(stall_s)
+                entry.charged_s = stall_s
+                ledger.enter(handle, entry, lane.chunk_bytes)
+                lane.enlist_copies(entry)
+            else:
+                ledger.enter_resident(handle, entry)
+        if moves:
+            lane.begin_copies()
         ledger.tidy()
         return make_token(owner)
 
     @traced
     def release(self, token: Tensor, x: Tensor) -> Tensor:
-        """Wait until every byte has left ``x``; its memory may be reused afterwards."""
+        """Wait until every byte has left ``x``; its memory may be reused afterwards.
+
+        Where that would take longer than the configuration allows, ``x`` is copied to other memory instead.
+        """
         ledger = self._ledger
         entry = self._entry("release", token)
         if x.data_ptr() != entry.address or not same_layout(entry.size, entry.stride, x.stride()):
@@ -147,17 +166,14 @@ class Engine:
             ledger.drain()
             lane.make_progress()
             if entry.uncopied:
-                start_s = time.perf_counter()
-                while entry.uncopied:
-                    self._wait_for_progress(lane, entry)
-                stall_s = time.perf_counter() - start_s
-                ledger.counters.release_stall_s += stall_s
-                if ledger.trace is not None:
-                    ledger.trace.add_stall(entry, stall_s)
+                self._wait_until_copied(lane, entry)
             copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]
-            if not copied:
+            staying = entry.source.tensor if entry.stays and entry.source is not None else None
+            if staying is None and not copied:
                 ledger.drop_source(entry)
-        if copied:
+        if staying is not None:
+            self._keep(entry, x, staying)
+        elif copied:
             for mark in copied:
                 lane.mover.wait_stream(mark, entry.device)
             with ledger.lock:
@@ -189,6 +205,8 @@ class Engine:
                 f"reload({entry.name!r}) asks for {dtype}{list(size)} on {device}; "
                 f"offload got {entry.dtype}{list(entry.size)} on {entry.device}."
             )
+        if entry.stays:
+            return self._reload_from_memory(entry, stride)
         lane = self._lane(entry.device.type)
         temporary = None
         if same_layout(entry.size, stride, entry.stored_stride):
@@ -211,7 +229,10 @@ class Engine:
 
     @traced
     def wait(self, y: Tensor, token: Tensor) -> None:
-        """Return when ``y`` is filled, as seen by the current stream. Raises ActivationLostError if it cannot be."""
+        """Return when ``y`` is filled, as seen by the current stream. Raises ActivationLostError if it cannot be.
+
+        Who is going to write to ``y`` calls :meth:`hand_over` first.
+        """
         ledger = self._ledger
         entry = self._entry("wait", token)
         if entry.byte_count == 0:
@@ -229,13 +250,12 @@ class Engine:
         with ledger.lock:
             lane.make_progress()
             if fill.unissued:
-                start_s = time.perf_counter()
+                start_s = self._clock()
                 while fill.unissued:
                     self._wait_for_progress(lane, entry)
-                stall_s = time.perf_counter() - start_s
+                stall_s = self._clock() - start_s
                 ledger.counters.wait_stall_s += stall_s
-                if ledger.trace is not None:
-                    ledger.trace.add_stall(entry, stall_s)
+                self._pay(entry, stall_s)
         ledger.tidy()
         if fill.error is not None:
             raise lost(entry, self._file.path, fill.error) from fill.error
@@ -246,6 +266,21 @@ class Engine:
         with ledger.lock:
             entry.waited_addresses.add(address)
             entry.fills.pop(address, None)
+
+    def hand_over(self, y: Tensor) -> Tensor:
+        """``y``, after :meth:`wait`, for somebody who may write to it; the caller has dropped its token.
+
+        A tensor that stayed in memory is handed out as it is. If there is a token of it left, another backward may come
+        and want the same data, so it gets a copy.
+        """
+        ledger = self._ledger
+        if not ledger.residents:
+            return y
+        with ledger.lock:
+            ledger.drain()
+            shared = y.untyped_storage().data_ptr() in ledger.residents
+        ledger.tidy()
+        return copy_with_layout(y) if shared else y
 
     # -- looking inside, closing ---------------------------------------------------------------------------------------
 
@@ -265,6 +300,8 @@ class Engine:
                 forwarded_bytes=counters.forwarded_bytes,
                 kept=counters.kept,
                 kept_bytes=counters.kept_bytes,
+                kept_for_time=counters.kept_for_time,
+                kept_for_time_bytes=counters.kept_for_time_bytes,
                 cancelled_bytes=counters.cancelled_bytes,
                 release_stall_s=counters.release_stall_s,
                 wait_stall_s=counters.wait_stall_s,
@@ -273,6 +310,8 @@ class Engine:
                 slot_bytes_in_use=ledger.slots.bytes_in_use,
                 file_bytes=self._file.size_bytes,
                 staging_bytes=sum(lane.pool.size_bytes for lane in self._lanes.values()),
+                write_bytes_per_s=ledger.traffic.meters[Direction.WRITE].bytes_per_s,
+                read_bytes_per_s=ledger.traffic.meters[Direction.READ].bytes_per_s,
                 io_path=self._io_path(),
             )
         ledger.tidy()
@@ -377,8 +416,82 @@ class Engine:
         chunk_bytes, stripe_bytes = self._chunk_bytes or default_bytes, self._file.stripe_bytes
         return chunk_bytes if stripe_bytes is None else math.gcd(chunk_bytes, stripe_bytes)
 
-    def _wait_for_progress(self, lane: Lane, entry: Entry) -> None:
+    def _predict_stall_s(self, lane: Lane, size_bytes: int, out_s: float | None, back_s: float | None) -> float:
+        """For how much longer than planned a release and a wait would stall. Needs the lock."""
+        meters, counters = self._ledger.traffic.meters, self._ledger.counters
+        stall_s = 0.0
+        if out_s is not None:
+            unstaged_bytes = counters.unwritten_bytes + size_bytes - lane.staging_bytes
+            stall_s += max(0.0, meters[Direction.WRITE].transfer_s(unstaged_bytes) - out_s)
+        if back_s is not None:
+            stall_s += max(0.0, meters[Direction.READ].transfer_s(size_bytes) - back_s)
+        return stall_s
+
+    def _wait_until_copied(self, lane: Lane, entry: Entry) -> None:
+        """Wait until ``entry`` has left its tensor, or decide that it stays there. Needs the lock."""
+        ledger = self._ledger
+        start_s = self._clock()
+        limit_s = entry.charged_s + ledger.admission.patience_s()
+        if entry.fills:  # a reload that came before the release reads the file
+            limit_s = math.inf
+        while entry.uncopied:
+            left_s = limit_s - (self._clock() - start_s)
+            if left_s <= 0:
+                ledger.stay(entry)
+                break
+            self._wait_for_progress(lane, entry, min(left_s, BLOCK_S))
+        stall_s = self._clock() - start_s
+        ledger.counters.release_stall_s += stall_s
+        self._pay(entry, stall_s)
+
+    def _pay(self, entry: Entry, stall_s: float) -> None:
+        """A stall of ``entry`` is over; what was predicted of it is paid for already. Needs the lock."""
+        ledger = self._ledger
+        if ledger.trace is not None:
+            ledger.trace.add_stall(entry, stall_s)
+        predicted_s = min(entry.charged_s, stall_s)
+        entry.charged_s -= predicted_s
+        ledger.admission.charge(stall_s - predicted_s)
+
+    def _keep(self, entry: Entry, x: Tensor, source: Tensor) -> None:
+        """``x`` stays in memory.
+
+        A copy of it does. To hold ``x`` itself would not do: a compiler may write the next tensor to its memory as soon
+        as its last reader is through (``buf55 = buf42  # reuse``), whoever else holds it.
+        """
+        ledger = self._ledger
+        is_copy = source.data_ptr() != x.data_ptr()
+        resident = source if is_copy else copy_with_layout(source)
+        with ledger.lock:
+            ledger.settle_in(entry, resident)
+            if entry.unsafe == 0:
+                ledger.drop_source(entry)
+        ledger.tidy()
+
+    def _reload_from_memory(self, entry: Entry, stride: Sequence[int]) -> Tensor:
+        """The tensor that stayed, or a copy of it where another layout is asked for."""
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.check_usable(entry.name)
+            ledger.drain()
+            ledger.counters.reloads += 1
+            resident = entry.resident
+            source = entry.source
+        if resident is not None and same_layout(entry.size, stride, resident.stride()):
+            y = resident.as_strided(entry.size, stride)
+        else:
+            y = torch.empty_strided(entry.size, stride, dtype=entry.dtype, device=entry.device)
+            if resident is None:  # not released yet
+                assert source is not None
+                resident = source.tensor
+            copy_elements(resident, y)
+        with ledger.lock:
+            entry.waited_addresses.add(y.data_ptr())
+        ledger.tidy()
+        return y
+
+    def _wait_for_progress(self, lane: Lane, entry: Entry, timeout_s: float = BLOCK_S) -> None:
         """Needs the lock."""
         self._ledger.check_usable(entry.name)
-        if not lane.wait_for_progress():
+        if not lane.wait_for_progress(timeout_s):
             raise InternalError(f"{entry.name!r}: nothing is under way that could be waited for")

@@ -28,6 +28,7 @@ from ssdtrain_fx.runtime.slots import round_up
 from ssdtrain_fx.runtime.spill_file import ChunkFile
 from ssdtrain_fx.runtime.staging import StagingPool
 from ssdtrain_fx.runtime.thread_lane import Task, ThreadLane
+from ssdtrain_fx.runtime.traffic import Direction, Transfer
 
 CHUNK_BYTES = 64 << 20
 """KvikIO cuts a transfer into pieces for its own threads. A guess, not measured."""
@@ -84,6 +85,8 @@ class KvikioLane(ThreadLane):
     def __init__(self, ledger: Ledger, kvikio: Kvikio, mover: CudaMover, drive_count: int = 1) -> None:
         super().__init__(ledger, mover, StagingPool(0), thread_count=mover.thread_count * drive_count, checksum=False)
         self.chunk_bytes = math.gcd(CHUNK_BYTES, ledger.file.stripe_bytes or CHUNK_BYTES)
+        self.staging_bytes = 0
+        self.busy_with = drive_count  # KvikIO cuts each transfer up
         self._device_file = DeviceFile(kvikio.module, ledger.file)
         self.io_path = "KvikIO with GPUDirect Storage" if kvikio.gds else "KvikIO through host memory"
 
@@ -95,14 +98,15 @@ class KvikioLane(ThreadLane):
             source = chunk.entry.source
             assert source is not None
             chunk.state = ChunkState.COPYING
-            return functools.partial(self._write_directly, chunk, source)
+            transfer = self._ledger.traffic.begin(Direction.WRITE)
+            return functools.partial(self._write_directly, transfer, chunk, source)
         return None
 
     def close(self) -> None:
         super().close()
         self._device_file.close()
 
-    def _write_directly(self, chunk: Chunk, source: Region) -> None:
+    def _write_directly(self, transfer: Transfer, chunk: Chunk, source: Region) -> None:
         entry, slot = chunk.entry, chunk.entry.slot
         assert slot is not None
         self.mover.wait_host(entry.ready)
@@ -115,6 +119,7 @@ class KvikioLane(ThreadLane):
                 self._device_file.write(data, offset_bytes)
             except OSError as write_error:
                 error = write_error
+        end_s = self._ledger.traffic.clock()
         kept = None
         if error is not None:
             kept = torch.empty(chunk.length, dtype=torch.uint8).copy_(data)
@@ -122,30 +127,34 @@ class KvikioLane(ThreadLane):
                 self._ledger.note_write_error(error)
             self._ledger.tidy()
         with self._ledger.lock:
+            self._end(transfer, chunk, end_s, error)
             self._ledger.source_is_safe(chunk)
             self._trace("write", chunk, began_ns, error)
             self._written(chunk, kept)
             self._copied(chunk)
 
     def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
-        return functools.partial(self._read_directly, fill, chunk, target)
+        transfer = self._ledger.traffic.begin(Direction.READ)
+        return functools.partial(self._read_directly, transfer, fill, chunk, target)
 
-    def _read_directly(self, fill: Fill, chunk: Chunk, target: Region) -> None:
+    def _read_directly(self, transfer: Transfer, fill: Fill, chunk: Chunk, target: Region) -> None:
         slot = chunk.entry.slot
         assert slot is not None
         self.mover.wait_host(fill.ready)
         began_ns = time.perf_counter_ns()
+        error = None
         try:
             self._device_file.read(
                 target.as_bytes()[chunk.start : chunk.start + chunk.length], slot.offset_bytes + chunk.start
             )
-        except OSError as error:
-            with self._ledger.lock:
-                fill.error = fill.error or error
-                self._trace("read", chunk, began_ns, error)
-                self._issued(fill, chunk, None, None)
-            return
+        except OSError as read_error:
+            error = read_error
+        end_s = self._ledger.traffic.clock()
         with self._ledger.lock:
-            self._ledger.counters.bytes_read += chunk.length
-            self._trace("read", chunk, began_ns)
+            self._end(transfer, chunk, end_s, error)
+            self._trace("read", chunk, began_ns, error)
+            if error is None:
+                self._ledger.counters.bytes_read += chunk.length
+            else:
+                fill.error = fill.error or error
             self._issued(fill, chunk, None, None)

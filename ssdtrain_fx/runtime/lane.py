@@ -16,6 +16,7 @@ from torch import Tensor
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
 from ssdtrain_fx.runtime.movers import Mover
 from ssdtrain_fx.runtime.staging import StagingBuffer, StagingPool
+from ssdtrain_fx.runtime.traffic import Transfer
 
 BLOCK_S = 0.5
 """Who waits looks up this often whether the engine was closed."""
@@ -29,12 +30,17 @@ class Lane(abc.ABC):
     """The engine's view of a lane, and the bookkeeping at the ends of transfers. Methods that say so need the ledger's
     lock."""
 
+    busy_with = 2
+    """Transfers in one direction that keep the disk busy."""
+
     def __init__(self, ledger: Ledger, mover: Mover, pool: StagingPool, *, checksum: bool) -> None:
         self.mover = mover
         self.pool = pool
         self.chunk_bytes = pool.chunk_bytes
         self.io_path = ledger.file.io_path
         """See :attr:`ssdtrain_fx.runtime.statistics.Statistics.io_path`."""
+        self.staging_bytes = pool.buffer_limit * pool.chunk_bytes
+        """How many bytes may be between tensors and the file."""
         self._ledger = ledger
         self._checksum = checksum
 
@@ -78,9 +84,15 @@ class Lane(abc.ABC):
         fill.entry.busy += len(fill.entry.chunks)
         self._ledger.counters.in_flight_bytes += fill.entry.byte_count
 
+    def _end(self, transfer: Transfer, chunk: Chunk, end_s: float, error: BaseException | None) -> None:
+        """``chunk`` was moved between memory and the file, or could not be."""
+        length = chunk.length if error is None else 0
+        self._ledger.traffic.end(transfer, length, end_s, busy_with=self.busy_with)
+
     def _written(self, chunk: Chunk, kept: Tensor | None) -> None:
         """The chunk is in the file, or in ``kept`` because it could not be written."""
         counters = self._ledger.counters
+        counters.unwritten_bytes -= chunk.length
         if kept is None:
             chunk.state = ChunkState.ON_DISK
             counters.bytes_written += chunk.length

@@ -43,6 +43,13 @@ def movable(x: Tensor) -> Tensor:
     return x
 
 
+def copy_with_layout(x: Tensor) -> Tensor:
+    """A copy of ``x`` with the same strides, holes included."""
+    copy = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+    copy_elements(x, copy)
+    return copy
+
+
 def copy_elements(source: Tensor, target: Tensor) -> None:
     """Copy by index, into a ``target`` of any layout; a dimension of stride 0 is written once."""
     for dim, (length, step) in enumerate(zip(target.size(), target.stride(), strict=True)):

@@ -4,7 +4,7 @@ The life of a chunk, the unit of transfer::
 
     SOURCE -> COPYING -> STAGED -> WRITING -> ON_DISK
        |                   |          '-----> KEPT        (the write failed: the bytes stay in ordinary memory)
-       '-------------------'----------------> CANCELLED   (the last token died first)
+       '-------------------'----------------> CANCELLED   (the last token died first, or the tensor stays in memory)
 
 Guarantees:
 
@@ -28,12 +28,14 @@ import torch
 from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
+from ssdtrain_fx.runtime.admission import Admission
 from ssdtrain_fx.runtime.movers import Mark, Region
 from ssdtrain_fx.runtime.slots import Slot, SlotAllocator
 from ssdtrain_fx.runtime.spill_file import ChunkFile
 from ssdtrain_fx.runtime.staging import StagingBuffer
 from ssdtrain_fx.runtime.tokens import Owner
 from ssdtrain_fx.runtime.trace import Trace
+from ssdtrain_fx.runtime.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class Entry:
         "address",
         "busy",
         "byte_count",
+        "charged_s",
         "chunks",
         "dead",
         "device",
@@ -86,9 +89,11 @@ class Entry:
         "name",
         "owner",
         "ready",
+        "resident",
         "size",
         "slot",
         "source",
+        "stays",
         "stored_stride",
         "stride",
         "uncopied",
@@ -121,7 +126,18 @@ class Entry:
         self.busy = 0
         """Chunks on their way to the file, and reads; the slot is in use until 0."""
         self.has_kept = False
+        self.stays = False
+        """It stays in memory: what is not in the file yet will not be written."""
+        self.resident: Tensor | None = None
+        """From its release on, what stays."""
+        self.charged_s = 0.0
+        """Stall that was predicted, and is paid for, but has not come yet."""
         self.dead = False
+
+    @property
+    def unneeded_on_disk(self) -> bool:
+        """Nobody will read the file."""
+        return self.dead or self.stays
 
 
 class Fill:
@@ -157,21 +173,29 @@ class Counters:
     forwarded_bytes: int = 0
     kept: int = 0
     kept_bytes: int = 0
+    kept_for_time: int = 0
+    kept_for_time_bytes: int = 0
     cancelled_bytes: int = 0
     release_stall_s: float = 0.0
     wait_stall_s: float = 0.0
     in_flight_bytes: int = 0
+    unwritten_bytes: int = 0
+    """Of these, bytes on their way out that have not reached the file."""
 
 
 class Ledger:
     """What the ops and the I/O threads of one engine share. Methods need ``lock``, unless they say otherwise."""
 
-    def __init__(self, file: ChunkFile) -> None:
+    def __init__(self, file: ChunkFile, admission: Admission, traffic: Traffic) -> None:
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)
         """Notified when a release, a wait or a wait_until_idle may go on."""
         self.file = file
+        self.admission = admission
+        self.traffic = traffic
         self.entries: dict[int, Entry] = {}
+        self.residents: dict[int, Entry] = {}
+        """Entries that stayed in memory, by the address of their storage."""
         self.slots = SlotAllocator()
         self.counters = Counters()
         self.dead_handles: collections.deque[int] = collections.deque()
@@ -226,6 +250,33 @@ class Ledger:
         entry.chunks = [Chunk(entry, start, end - start) for start, end in zip(starts, ends, strict=True)]
         entry.uncopied = entry.unsafe = entry.busy = len(entry.chunks)
         self.counters.in_flight_bytes += entry.byte_count
+        self.counters.unwritten_bytes += entry.byte_count
+
+    def enter_resident(self, handle: int, entry: Entry) -> None:
+        """Take ``entry`` in without moving it."""
+        self.entries[handle] = entry
+        self.counters.offloads += 1
+        self._note_stay(entry)
+
+    def stay(self, entry: Entry) -> None:
+        """Stop moving ``entry`` out before all of it has left."""
+        self._note_stay(entry)
+        for chunk in entry.chunks:
+            if chunk.state is ChunkState.SOURCE:
+                entry.uncopied -= 1
+                entry.unsafe -= 1
+                self.cancel(chunk)
+
+    def _note_stay(self, entry: Entry) -> None:
+        entry.stays = True
+        self.counters.kept_for_time += 1
+        self.counters.kept_for_time_bytes += entry.byte_count
+
+    def settle_in(self, entry: Entry, resident: Tensor) -> None:
+        """``entry`` has memory of its own."""
+        entry.resident = resident
+        entry.stored_stride = resident.stride()
+        self.residents[resident.untyped_storage().data_ptr()] = entry
 
     def drain(self) -> None:
         """Bury the entries whose last token died."""
@@ -240,11 +291,17 @@ class Ledger:
                     self.cancel(chunk)
             entry.dead = True
             del self.entries[handle]
+            self.admission.charge(-entry.charged_s)
+            if entry.resident is not None:
+                del self.residents[entry.resident.untyped_storage().data_ptr()]
+                self.trash.append(entry.resident)
+                entry.resident = None
             self._retire_if_idle(entry)
 
     def cancel(self, chunk: Chunk) -> None:
-        """Forget a chunk whose entry is dead and whose write has not begun."""
+        """Forget a chunk that nobody will read from the file and whose write has not begun."""
         chunk.state = ChunkState.CANCELLED
+        self.counters.unwritten_bytes -= chunk.length
         self.counters.cancelled_bytes += chunk.length
         self.settle(chunk.entry, chunk.length)
 

@@ -2,7 +2,7 @@
 
 ::
 
-    forward    token  = ssdtrain.offload(x, stride, name, engine)          # starts moving x out
+    forward    token  = ssdtrain.offload(x, stride, name, engine, out_s, back_s)   # starts moving x out
                token1 = ssdtrain.release(token, x)                         # x may be reused from here on
     backward   ticket = ssdtrain.reload(token1, size, stride, dtype, device)   # memory is taken, the data on its way
                y      = ssdtrain.wait(ticket, size, stride, dtype, device)     # y may be read
@@ -10,7 +10,8 @@
 The token is a CPU tensor of 8 bytes. It owns what was offloaded: when the last token of an offload dies, its slot is
 recycled. ``stride`` of ``offload`` is a record for readers of the graph; the runtime goes by the tensor it gets.
 ``stride`` and ``dtype`` of ``reload`` and ``wait`` may be None where nothing is compiled for them: then they are those
-of the tensor that was offloaded.
+of the tensor that was offloaded. ``out_s`` and ``back_s`` say how many seconds lie between ``offload`` and ``release``,
+and between ``reload`` and ``wait``, by the plan: what the disk cannot do in that time stays in memory.
 
 Guarantees: whatever the ops need is in their arguments, so a graph from a cache runs in a process that made no plan.
 """
@@ -40,7 +41,10 @@ atexit.register(_engines.close)
 _tags = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagraph_unsafe") if hasattr(torch.Tag, name))
 
 _library = torch.library.Library("ssdtrain", "DEF")
-_library.define("offload(Tensor x, SymInt[] stride, str name, str engine) -> Tensor", tags=_tags)
+_library.define(
+    "offload(Tensor x, SymInt[] stride, str name, str engine, float? out_s=None, float? back_s=None) -> Tensor",
+    tags=_tags,
+)
 _library.define("release(Tensor token, Tensor x) -> Tensor", tags=_tags)
 _library.define(
     "reload(Tensor token, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device) -> Tensor", tags=_tags
@@ -50,11 +54,25 @@ _library.define(
 )
 
 
-def _offload(x: Tensor, stride: Sequence[int], name: str, engine: str) -> Tensor:
-    return _engines.open(engine).offload(x, name)
+def _offload(
+    x: Tensor,
+    stride: Sequence[int],
+    name: str,
+    engine: str,
+    out_s: float | None = None,
+    back_s: float | None = None,
+) -> Tensor:
+    return _engines.open(engine).offload(x, name, out_s=out_s, back_s=back_s)
 
 
-def _fake_offload(x: Tensor, stride: Sequence[int], name: str, engine: str) -> Tensor:
+def _fake_offload(
+    x: Tensor,
+    stride: Sequence[int],
+    name: str,
+    engine: str,
+    out_s: float | None = None,
+    back_s: float | None = None,
+) -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
@@ -94,8 +112,10 @@ def _wait(
     device: torch.device,
 ) -> Tensor:
     y, token = _tickets.redeem(ticket)
-    _engines.engine_of(token).wait(y, token)
-    return y
+    engine = _engines.engine_of(token)
+    engine.wait(y, token)
+    del token  # without retain_graph the last one
+    return engine.hand_over(y)
 
 
 def _fake_wait(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-_GAUGES = frozenset({"slots_in_use", "slot_bytes_in_use", "file_bytes", "in_flight_bytes", "staging_bytes", "io_path"})
+_RATES = frozenset({"write_bytes_per_s", "read_bytes_per_s"})
+_GAUGES = _RATES | {"slots_in_use", "slot_bytes_in_use", "file_bytes", "in_flight_bytes", "staging_bytes", "io_path"}
 
 NO_IO_PATH = "none yet"
 
@@ -27,6 +28,9 @@ class Statistics:
     kept: int = 0
     """Chunks that stay in ordinary memory because they could not be written."""
     kept_bytes: int = 0
+    kept_for_time: int = 0
+    """Tensors that stayed in memory, because moving them would have held up the step for longer than allowed."""
+    kept_for_time_bytes: int = 0
     cancelled_bytes: int = 0
     """Bytes whose write had not begun when the last token died."""
     release_stall_s: float = 0.0
@@ -41,6 +45,10 @@ class Statistics:
     """Bytes issued in either direction and not yet complete."""
     staging_bytes: int = 0
     """Host memory that the staging buffers hold."""
+    write_bytes_per_s: float | None = None
+    """Rate of the disk in one direction while the other one rests, averaged over the last transfers; None until there
+    were enough at a time to keep it busy."""
+    read_bytes_per_s: float | None = None
     io_path: str = NO_IO_PATH
     """What is really in use, such as "posix O_DIRECT"."""
 
@@ -58,11 +66,13 @@ class Statistics:
         return dataclasses.replace(self, **changes)
 
     def __add__(self, other: Statistics) -> Statistics:
-        """Two engines taken together."""
+        """Two engines taken together; rates are those of the faster one, since both may use one disk."""
         sums = {
             field.name: getattr(self, field.name) + getattr(other, field.name)
             for field in dataclasses.fields(self)
-            if field.name != "io_path"
+            if field.name != "io_path" and field.name not in _RATES
         }
+        for name in _RATES:
+            sums[name] = max((rate for rate in (getattr(self, name), getattr(other, name)) if rate), default=None)
         io_paths = sorted({self.io_path, other.io_path} - {NO_IO_PATH})
         return Statistics(**sums, io_path=", ".join(io_paths) or NO_IO_PATH)

@@ -30,6 +30,7 @@ from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
 from ssdtrain_fx.runtime.movers import Mark, Mover, Region, keep_bytes
 from ssdtrain_fx.runtime.slots import round_up
 from ssdtrain_fx.runtime.staging import StagingBuffer, StagingPool
+from ssdtrain_fx.runtime.traffic import Direction, Transfer
 
 BUFFERS_FOR_READS = 1
 
@@ -49,6 +50,7 @@ class ThreadLane(Lane):
         """Copies into tensors that the device has been told to do."""
         self._awaited: set[str] = set()
         """Queues whose first mark a thread is blocked on."""
+        self.busy_with = thread_count
         self._thread_count = thread_count
         self._threads: list[threading.Thread] = []
         self._threads_inside = 0
@@ -189,7 +191,10 @@ class ThreadLane(Lane):
 
     def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
         buffer = self.pool.acquire()
-        return None if buffer is None else functools.partial(self._read, fill, chunk, target, buffer)
+        if buffer is None:
+            return None
+        transfer = self._ledger.traffic.begin(Direction.READ)
+        return functools.partial(self._read, transfer, fill, chunk, target, buffer)
 
     def _next_write(self) -> Task | None:
         while self._writes and self.mover.is_over(self._writes[0].copied):
@@ -199,9 +204,10 @@ class ThreadLane(Lane):
             if chunk.copied is not None:
                 chunk.copied = None
                 self._ledger.source_is_safe(chunk)
-            if not chunk.entry.dead:
+            if not chunk.entry.unneeded_on_disk:
                 chunk.state = ChunkState.WRITING
-                return functools.partial(self._write, chunk, buffer)
+                transfer = self._ledger.traffic.begin(Direction.WRITE)
+                return functools.partial(self._write, transfer, chunk, buffer)
             chunk.staging = None
             self.pool.drop_user(buffer)
             self._ledger.cancel(chunk)
@@ -232,13 +238,14 @@ class ThreadLane(Lane):
             self._trace_levels()
             self._copied(chunk)
 
-    def _write(self, chunk: Chunk, buffer: StagingBuffer) -> None:
+    def _write(self, transfer: Transfer, chunk: Chunk, buffer: StagingBuffer) -> None:
         ledger, slot = self._ledger, chunk.entry.slot
         assert slot is not None
         if self._checksum:
             chunk.checksum = zlib.crc32(buffer.view[: chunk.length])
         began_ns = time.perf_counter_ns()
         error = self._write_to_file(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
+        end_s = ledger.traffic.clock()
         kept = None
         if error is not None:
             kept = keep_bytes(buffer, chunk.length)
@@ -246,6 +253,7 @@ class ThreadLane(Lane):
                 ledger.note_write_error(error)
             ledger.tidy()
         with ledger.lock:
+            self._end(transfer, chunk, end_s, error)
             chunk.staging = None
             self.pool.drop_user(buffer)
             self._trace("write", chunk, began_ns, error)
@@ -263,24 +271,29 @@ class ThreadLane(Lane):
             return write_error
         return None
 
-    def _read(self, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer) -> None:
-        slot = chunk.entry.slot
+    def _read(self, transfer: Transfer, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer) -> None:
+        ledger, slot = self._ledger, chunk.entry.slot
         assert slot is not None
+        error = None
         began_ns = time.perf_counter_ns()
         try:
-            self._ledger.file.read(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
-            error = crc_error(chunk, buffer.view[: chunk.length]) if self._checksum else None
+            ledger.file.read(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
         except OSError as read_error:
             error = read_error
+        end_s = ledger.traffic.clock()
+        with ledger.lock:
+            self._end(transfer, chunk, end_s, error)
+        if error is None and self._checksum:
+            error = crc_error(chunk, buffer.view[: chunk.length])
         if error is not None:
-            with self._ledger.lock:
+            with ledger.lock:
                 fill.error = fill.error or error
                 self._trace("read", chunk, began_ns, error)
                 self._issued(fill, chunk, buffer, None)
             return
         mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready,))
-        with self._ledger.lock:
-            self._ledger.counters.bytes_read += chunk.length
+        with ledger.lock:
+            ledger.counters.bytes_read += chunk.length
             self._trace("read", chunk, began_ns)
             self._issued(fill, chunk, buffer, mark)
 

@@ -1,0 +1,54 @@
+"""Whether a tensor may leave memory, judged by what the computing thread would have to wait for it.
+
+The plan is made once, for a disk as fast as the hardware profile says. A disk that is slower today would stall every
+step; so the plan's promise, that stalls take at most a share of the time, is kept here as an account::
+
+    balance    grows by max_stall_share seconds per second, up to BALANCE_LIMIT_S
+    offload    is admitted if the balance covers the stall that is predicted for it, which is taken off at once
+    stall      takes off what it lasted beyond that
+
+A full balance covers any stall, and a long one leaves a debt. So a disk that has been found slow is tried again from
+time to time, and the share is kept in the long run even where predictions are wrong.
+
+The caller holds the engine's lock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+BALANCE_LIMIT_S = 0.5
+"""Small beside the time in which it is saved up, large beside the hiccup of a healthy disk. A guess."""
+MIN_STALL_SHARE = 0.001
+"""For ``max_stall_share=0``: without any stall nobody would notice that the disk has recovered."""
+
+
+class Admission:
+    """The account of one engine. ``max_stall_share=None`` admits everything and waits for as long as it takes."""
+
+    def __init__(self, max_stall_share: float | None, clock: Callable[[], float]) -> None:
+        self._share = None if max_stall_share is None else max(max_stall_share, MIN_STALL_SHARE)
+        self._clock = clock
+        self._balance_s = BALANCE_LIMIT_S
+        self._updated_s = clock()
+
+    def admits(self, stall_s: float) -> bool:
+        """Whether a tensor that is predicted to stall for ``stall_s`` may leave. Takes nothing off yet."""
+        return self._share is None or max(0.0, stall_s) <= self._balance() or self._balance() >= BALANCE_LIMIT_S
+
+    def charge(self, stall_s: float) -> None:
+        """Take a stall off the balance; give one back that did not come, if below zero."""
+        if self._share is not None:
+            self._balance_s = min(BALANCE_LIMIT_S, self._balance() - stall_s)
+
+    def patience_s(self) -> float:
+        """For how long a release may wait now."""
+        return math.inf if self._share is None else max(0.0, self._balance())
+
+    def _balance(self) -> float:
+        assert self._share is not None
+        now_s = self._clock()
+        self._balance_s = min(BALANCE_LIMIT_S, self._balance_s + self._share * (now_s - self._updated_s))
+        self._updated_s = now_s
+        return self._balance_s

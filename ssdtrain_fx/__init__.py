@@ -2,7 +2,14 @@
 
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.dynamo_backend import backend
-from ssdtrain_fx.errors import ActivationLostError, BudgetError, ConfigError, InternalError, SSDTrainError
+from ssdtrain_fx.errors import (
+    ActivationLostError,
+    BudgetError,
+    ConfigError,
+    InternalError,
+    SSDTrainError,
+    StalledDiskError,
+)
 from ssdtrain_fx.report import Report, explain
 from ssdtrain_fx.rok_curve import RokCurve, RokOutcome, RokPoint, rok
 from ssdtrain_fx.runtime.ops import statistics, trace
@@ -19,6 +26,7 @@ __all__ = [
     "RokOutcome",
     "RokPoint",
     "SSDTrainError",
+    "StalledDiskError",
     "Statistics",
     "backend",
     "explain",

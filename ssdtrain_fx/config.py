@@ -70,6 +70,11 @@ class OffloadConfig:
     checksum: bool = False
     """Verify every byte that comes back (costs CPU time)."""
 
+    io_timeout_s: float | None = 300.0
+    """A disk on which no transfer ends for so long, while one is waited for, is an error. None: wait for ever. The
+    default leaves the kernel time to reset a drive and to report the real error, and is below the 600 s after which
+    NCCL gives up: so the rank with the broken disk is the one that says so."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "ssd_dir", _paths(self.ssd_dir))
         _require_choice("inner", self.inner, get_args(Inner))
@@ -94,6 +99,11 @@ class OffloadConfig:
         for name in ("recompute", "checksum"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "True or False")
+        if self.io_timeout_s is not None:
+            if isinstance(self.io_timeout_s, bool) or not isinstance(self.io_timeout_s, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise _wrong("io_timeout_s", self.io_timeout_s, "a number of seconds such as 300, or None")
+            if not 0 < self.io_timeout_s < float("inf"):
+                raise _wrong("io_timeout_s", self.io_timeout_s, "a finite number of seconds > 0, or None")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> OffloadConfig:
@@ -142,6 +152,7 @@ class OffloadConfig:
             io=self.io,
             host_budget_bytes=self.host_budget_bytes,
             checksum=self.checksum,
+            io_timeout_s=self.io_timeout_s,
             # Who asks for a budget or for everything to move is promised memory, not time.
             max_stall_share=self.max_slowdown if self.policy == "auto" and self.memory_budget_bytes is None else None,
         )

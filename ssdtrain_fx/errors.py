@@ -23,6 +23,10 @@ class ActivationLostError(SSDTrainError, RuntimeError):
     """A saved tensor cannot be read back. Raised before any gradient is produced from it."""
 
 
+class StalledDiskError(SSDTrainError, TimeoutError):
+    """No transfer has come to an end for ``io_timeout_s``. The message shows what is queued and under way."""
+
+
 class InternalError(SSDTrainError, AssertionError):
     """An invariant of ``ssdtrain_fx`` itself is broken. This is a bug: please report it."""
 

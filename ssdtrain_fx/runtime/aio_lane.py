@@ -44,6 +44,7 @@ from ssdtrain_fx.runtime.aio import READ, WRITE, Aio
 from ssdtrain_fx.runtime.lane import BLOCK_S, Lane, crc_error
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
 from ssdtrain_fx.runtime.movers import CpuMover, keep_bytes
+from ssdtrain_fx.runtime.patience import Patience
 from ssdtrain_fx.runtime.slots import round_up
 from ssdtrain_fx.runtime.spill_file import bytes_done
 from ssdtrain_fx.runtime.staging import StagingBuffer, StagingPool
@@ -81,6 +82,7 @@ class AioLane(Lane):
 
     def __init__(self, ledger: Ledger, aio: Aio, pool: StagingPool, *, checksum: bool) -> None:
         self._aio = aio
+        self._abandoned = False
         super().__init__(ledger, CpuMover(), pool, checksum=checksum)
         self.io_path += ", native AIO"
         self._reads: collections.deque[_Transfer] = collections.deque()
@@ -94,7 +96,8 @@ class AioLane(Lane):
 
     def __del__(self) -> None:
         """The kernel must be done before the buffers and targets go, also where nobody called :meth:`close`."""
-        self._aio.close()
+        if not self._abandoned:
+            self._aio.close()
 
     # -- called by the engine ------------------------------------------------------------------------------------------
 
@@ -146,21 +149,25 @@ class AioLane(Lane):
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
         return self._tensor_memory.allocate(size, stride, dtype, byte_count)
 
-    def close(self) -> None:
+    def close(self, patience: Patience) -> bool:
         ledger = self._ledger
         with ledger.lock:
             self._closing = True
-            while self._reaping:
-                ledger.progress.wait()
+            while self._reaping or self._in_flight:
+                left_s = patience.left_s()
+                if not left_s:
+                    self._abandoned = True
+                    return False
+                self.wait_for_progress(min(BLOCK_S, left_s))
         self._aio.close()
         with ledger.lock:
-            ledger.trash.extend(self._in_flight.values())
             ledger.trash.extend(self._reads)
-            for container in (self._in_flight, self._reads, self._copies, self._writes):
-                container.clear()
+            for queue in (self._reads, self._copies, self._writes):
+                queue.clear()
         ledger.tidy()
         self.pool.close()
         self._tensor_memory.release_idle()
+        return True
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
@@ -334,14 +341,15 @@ class AioLane(Lane):
             self._trace("write", chunk, transfer.began_ns, error, asynchronous=True)
             self._written(chunk, kept)
             return
-        if error is not None:
-            fill.error = fill.error or error
-        else:
-            if self._checksum:
-                data = (ctypes.c_char * chunk.length).from_address(transfer.address)
-                fill.error = fill.error or crc_error(chunk, memoryview(data))
+        failure: Exception | None = error
+        if error is None and self._checksum:
+            data = (ctypes.c_char * chunk.length).from_address(transfer.address)
+            failure = crc_error(chunk, memoryview(data))
+        if failure is None:
             ledger.counters.bytes_read += chunk.length
-        self._trace("read", chunk, transfer.began_ns, error, asynchronous=True)
+        else:
+            fill.fail(failure)
+        self._trace("read", chunk, transfer.began_ns, failure, asynchronous=True)
         self._read_is_over(fill, chunk)
 
     def _read_is_over(self, fill: Fill, chunk: Chunk) -> None:

@@ -17,6 +17,7 @@ class EngineConfig:
     io: IOPath = "auto"
     host_budget_bytes: int | None = None
     checksum: bool = False
+    io_timeout_s: float | None = 300.0
     max_stall_share: float | None = None
     """Share of the time for which transfers may hold up the computing thread: what would take longer stays in memory.
     None: everything is moved, however long it takes."""

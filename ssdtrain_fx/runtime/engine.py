@@ -11,6 +11,9 @@ Guarantees:
   longer than the configuration allows, is copied to other memory and stays there.
 * Data that ``offload`` took comes back from ``reload`` and ``wait`` bit by bit, or ``wait`` raises ActivationLostError.
   A full or broken disk costs memory, not data.
+* Nobody waits for a disk that hangs for more than ``io_timeout_s``: ``wait`` raises ActivationLostError, other methods
+  StalledDiskError, and all can be called again. Only what the kernel does within a call of the caller's own thread
+  cannot be timed: under native AIO, the growth of the file and the hand-over of requests.
 * Every operation may be called from any thread.
 * The slot of a tensor is recycled when its last token has died and no transfer of it is in flight.
 """
@@ -30,7 +33,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ssdtrain_fx.errors import ConfigError, InternalError
+from ssdtrain_fx.errors import ConfigError, InternalError, StalledDiskError
 from ssdtrain_fx.runtime.admission import Admission
 from ssdtrain_fx.runtime.aio import Aio, AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.aio_lane import AIO_CHUNK_BYTES, AioLane
@@ -43,6 +46,7 @@ from ssdtrain_fx.runtime.lane import BLOCK_S, Lane
 from ssdtrain_fx.runtime.layout import copy_elements, copy_with_layout, movable, same_layout, span_elements
 from ssdtrain_fx.runtime.ledger import Entry, Fill, Ledger, lost
 from ssdtrain_fx.runtime.movers import CpuMover
+from ssdtrain_fx.runtime.patience import Clock, Patience
 from ssdtrain_fx.runtime.spill_file import ChunkFile
 from ssdtrain_fx.runtime.staging import CHUNK_BYTES, StagingPool
 from ssdtrain_fx.runtime.statistics import Statistics
@@ -54,8 +58,14 @@ from ssdtrain_fx.runtime.traffic import Direction, Traffic
 
 log = logging.getLogger(__name__)
 
+_abandoned: list[Engine] = []
+"""Closed on a disk that hung. Kept, because threads or the kernel may still use their memory."""
+
 IDLE_POLL_S = 0.05
 """How long to wait for one lane before the next one gets a turn."""
+
+AFTER_FAILURE_S = 1.0
+"""How long ``close`` waits for an end after an unexpected exception: what is then known of transfers may be wrong."""
 
 
 class Engine:
@@ -71,7 +81,7 @@ class Engine:
         choose_kvikio: Callable[[IOPath, Sequence[str], Any], Kvikio | None] = choose_kvikio,
         cuda: Any = torch.cuda,
         chunk_bytes: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock = time.perf_counter,
     ) -> None:
         """``handles`` yields numbers that no other engine of this process uses; ``cuda`` stands for ``torch.cuda``, and
         ``clock`` tells seconds.
@@ -247,18 +257,24 @@ class Engine:
                 "passed a copy, which nothing will fill."
             )
         lane = self._lane(entry.device.type)
+        error: BaseException | None = None
         with ledger.lock:
             lane.make_progress()
             if fill.unissued:
                 start_s = self._clock()
-                while fill.unissued:
-                    self._wait_for_progress(lane, entry)
+                patience = self._patience()
+                try:
+                    while fill.unissued:
+                        self._wait_for_progress(lane, entry, patience)
+                except StalledDiskError as stalled:
+                    error = stalled
                 stall_s = self._clock() - start_s
                 ledger.counters.wait_stall_s += stall_s
                 self._pay(entry, stall_s)
+            error = error or fill.error
         ledger.tidy()
-        if fill.error is not None:
-            raise lost(entry, self._file.path, fill.error) from fill.error
+        if error is not None:
+            raise lost(entry, self._file.path, error) from error
         for mark in fill.marks:
             lane.mover.wait_stream(mark, entry.device)
         if fill.temporary is not None:
@@ -331,22 +347,25 @@ class Engine:
         return self._ledger.entries.get(handle_of(token))
 
     def wait_until_idle(self) -> None:
-        """Return when nothing is in flight."""
+        """Return when nothing is in flight. Raises StalledDiskError."""
         ledger = self._ledger
         with ledger.lock:
             ledger.drain()
+            patience = self._patience()
             while ledger.counters.in_flight_bytes:
                 ledger.check_usable("what is in flight")
                 for lane in tuple(self._lanes.values()):
                     lane.make_progress()
                     if ledger.counters.in_flight_bytes:
+                        self._check(patience, "what is in flight")
                         lane.wait_for_progress(IDLE_POLL_S)
         ledger.tidy()
 
-    def close(self) -> None:
+    def close(self, *, timeout_s: float = math.inf) -> None:
         """Let what is under way end and give memory and disk space back.
 
-        Tokens that are still alive cannot be reloaded.
+        Tokens that are still alive cannot be reloaded. Where nothing ends for ``timeout_s``, or for ``io_timeout_s`` if
+        that is shorter, what is under way is left to itself with its memory and its file, and an error is logged.
         """
         ledger = self._ledger
         with ledger.lock:
@@ -354,16 +373,26 @@ class Engine:
                 return
             ledger.closed = True
             ledger.progress.notify_all()
+            if ledger.failure is not None:
+                timeout_s = min(timeout_s, AFTER_FAILURE_S)
         with self._lanes_lock:
             lanes = tuple(self._lanes.values())
-        for lane in lanes:
-            lane.close()
+        unfinished = [lane for lane in lanes if not lane.close(self._patience(timeout_s))]
         with ledger.lock:
+            left_over = self._describe_transfers()
             ledger.trash.extend(ledger.entries.values())
             ledger.entries.clear()
             ledger.dead_handles.clear()
         ledger.tidy()
-        self._file.close()
+        if not unfinished:
+            self._file.close()
+            return
+        _abandoned.append(self)
+        log.error(
+            "closed an engine although transfers do not end. Its memory and its file are left alone until the process "
+            "ends. %s",
+            left_over,
+        )
 
     def _io_path(self) -> str:
         return ", ".join(dict.fromkeys(lane.io_path for lane in self._lanes.values())) or self._file.io_path
@@ -434,12 +463,13 @@ class Engine:
         limit_s = entry.charged_s + ledger.admission.patience_s()
         if entry.fills:  # a reload that came before the release reads the file
             limit_s = math.inf
+        patience = self._patience()
         while entry.uncopied:
             left_s = limit_s - (self._clock() - start_s)
             if left_s <= 0:
                 ledger.stay(entry)
                 break
-            self._wait_for_progress(lane, entry, min(left_s, BLOCK_S))
+            self._wait_for_progress(lane, entry, patience, left_s)
         stall_s = self._clock() - start_s
         ledger.counters.release_stall_s += stall_s
         self._pay(entry, stall_s)
@@ -490,8 +520,31 @@ class Engine:
         ledger.tidy()
         return y
 
-    def _wait_for_progress(self, lane: Lane, entry: Entry, timeout_s: float = BLOCK_S) -> None:
-        """Needs the lock."""
+    def _wait_for_progress(self, lane: Lane, entry: Entry, patience: Patience, limit_s: float = BLOCK_S) -> None:
+        """Needs the lock. Raises StalledDiskError."""
         self._ledger.check_usable(entry.name)
-        if not lane.wait_for_progress(timeout_s):
+        left_s = self._check(patience, repr(entry.name))
+        if not lane.wait_for_progress(min(BLOCK_S, left_s, limit_s)):
             raise InternalError(f"{entry.name!r}: nothing is under way that could be waited for")
+
+    def _patience(self, timeout_s: float = math.inf) -> Patience:
+        """The shorter one of ``timeout_s`` and what the user chose."""
+        chosen_s = self.config.io_timeout_s
+        return Patience(self._ledger, timeout_s if chosen_s is None else min(timeout_s, chosen_s), self._clock)
+
+    def _check(self, patience: Patience, awaited: str) -> float:
+        """How long to wait for ``awaited`` at most. Needs the lock. Raises StalledDiskError."""
+        left_s = patience.left_s()
+        if not left_s:
+            raise StalledDiskError(
+                f"no transfer has ended for {self.config.io_timeout_s} s while {awaited} was waited for; the disk "
+                f"hangs, or io_timeout_s is too short for it. {self._describe_transfers()}"
+            )
+        return left_s
+
+    def _describe_transfers(self) -> str:
+        """Needs the lock."""
+        staging = ", ".join(
+            f"{kind}: {lane.pool.available} of {lane.pool.buffer_limit}" for kind, lane in self._lanes.items()
+        )
+        return f"{self._file.path}: {self._ledger.describe_transfers()}; free staging buffers, {staging}"

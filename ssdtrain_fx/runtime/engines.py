@@ -13,6 +13,7 @@ Guarantees:
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator
 
@@ -98,15 +99,15 @@ class Engines:
         for engine in self._by_config.values():
             engine.trace = trace
 
-    def close(self) -> None:
-        """Close all engines. The next offload opens new ones."""
+    def close(self, *, timeout_s: float = math.inf) -> None:
+        """Close all engines, each as :meth:`Engine.close` does. The next offload opens new ones."""
         with self._lock:
             engines = tuple(self._by_config.values())
             self._by_argument = {}
             self._by_config = {}
             self._closed_at = next(self._handles)
         for engine in engines:
-            engine.close()
+            engine.close(timeout_s=timeout_s)
 
     def forget_after_fork(self) -> None:
         """In a forked child: leave the parent's engines alone, whatever state the fork caught them in."""

@@ -24,6 +24,7 @@ from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.kvikio_choice import Kvikio
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Fill, Ledger
 from ssdtrain_fx.runtime.movers import Region
+from ssdtrain_fx.runtime.patience import Patience
 from ssdtrain_fx.runtime.slots import round_up
 from ssdtrain_fx.runtime.spill_file import ChunkFile
 from ssdtrain_fx.runtime.staging import StagingPool
@@ -102,9 +103,11 @@ class KvikioLane(ThreadLane):
             return functools.partial(self._write_directly, transfer, chunk, source)
         return None
 
-    def close(self) -> None:
-        super().close()
-        self._device_file.close()
+    def close(self, patience: Patience) -> bool:
+        over = super().close(patience)
+        if over:
+            self._device_file.close()
+        return over
 
     def _write_directly(self, transfer: Transfer, chunk: Chunk, source: Region) -> None:
         entry, slot = chunk.entry, chunk.entry.slot
@@ -156,5 +159,5 @@ class KvikioLane(ThreadLane):
             if error is None:
                 self._ledger.counters.bytes_read += chunk.length
             else:
-                fill.error = fill.error or error
+                fill.fail(error)
             self._issued(fill, chunk, None, None)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
 from ssdtrain_fx.runtime.movers import Mover
+from ssdtrain_fx.runtime.patience import Patience
 from ssdtrain_fx.runtime.staging import StagingBuffer, StagingPool
 from ssdtrain_fx.runtime.traffic import Transfer
 
@@ -55,8 +56,10 @@ class Lane(abc.ABC):
         """Have the chunks of ``fill`` brought back. Needs the lock."""
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Finish what was begun and drop the rest. The ledger is closed already."""
+    def close(self, patience: Patience) -> bool:
+        """Finish what was begun and drop the rest. The ledger is closed already.
+
+        False: patience ran out. Then buffers and tensors are left to the transfers that may still use them."""
 
     def begin_copies(self) -> None:
         """Begin copies on the caller's thread, where a device does them. After ``enlist_copies``, without the lock."""

@@ -157,8 +157,17 @@ class Fill:
         """Chunks that ``wait`` has to wait for."""
         self.unfinished = len(entry.chunks)
         """Chunks that still need ``target``."""
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
         self.forwarded = False
+
+    def fail(self, error: Exception) -> None:
+        """The bytes cannot be had. The first error counts.
+
+        Without its traceback: that holds the frames of the op that met the error, these hold the token, and the token
+        would keep the entry, which holds this fill, for ever.
+        """
+        if self.error is None:
+            self.error = error.with_traceback(None)
 
 
 @dataclasses.dataclass(slots=True)
@@ -202,6 +211,7 @@ class Ledger:
         """Filled by finalisers, without the lock."""
         self.trash: collections.deque[object] = collections.deque()
         """Emptied without the lock."""
+        self.ended_transfers = 0
         self.trace: Trace | None = None
         """What records events, where somebody wants to see them."""
         self.closed = False
@@ -319,6 +329,7 @@ class Ledger:
 
     def settle(self, entry: Entry, byte_count: int) -> None:
         """One transfer of ``entry`` less."""
+        self.ended_transfers += 1
         self.counters.in_flight_bytes -= byte_count
         entry.busy -= 1
         if entry.busy == 0 and entry.dead:
@@ -340,6 +351,17 @@ class Ledger:
             if self.slots.slots_in_use == 0:
                 peak, self._peak_end_bytes = self._peak_end_bytes, 0
                 self.trim_wanted = self._may_trim and self.file.size_bytes > max(TRIM_ABOVE_BYTES, 2 * peak)
+
+    def describe_transfers(self) -> str:
+        """What is queued and under way, for people who look for the cause of a stall."""
+        entries = self.entries.values()
+        states = collections.Counter(chunk.state for entry in entries for chunk in entry.chunks)
+        reads = sum(fill.unissued for entry in entries for fill in entry.fills.values())
+        return (
+            f"{self.counters.in_flight_bytes} bytes in flight; chunks: {states[ChunkState.SOURCE]} to be copied, "
+            f"{states[ChunkState.COPYING]} being copied, {states[ChunkState.STAGED]} to be written, "
+            f"{states[ChunkState.WRITING]} being written, {reads} being read back"
+        )
 
     def tidy(self) -> None:
         """What must not happen with the lock held: destroy what is in ``trash``, cut the file, warn. Takes the lock."""

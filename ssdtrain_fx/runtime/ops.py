@@ -31,10 +31,13 @@ from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.tickets import Tickets
 from ssdtrain_fx.runtime.trace import record
 
+EXIT_TIMEOUT_S = 5.0
+"""Nobody needs the data at exit: when no transfer has ended for so long, the rest is left to the kernel."""
+
 _engines = Engines()
 _tickets = Tickets()
 os.register_at_fork(after_in_child=_engines.forget_after_fork)
-atexit.register(_engines.close)
+atexit.register(_engines.close, timeout_s=EXIT_TIMEOUT_S)
 
 # flexible_layout: Inductor may pass tensors as they lie; without it, it may pass copies, to each op another one.
 # cudagraph_unsafe: the ops run host code, which a replayed graph would skip.

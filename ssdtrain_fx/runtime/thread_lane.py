@@ -11,7 +11,7 @@ Guarantees:
 * No thread waits for a staging buffer while it holds one, and copies leave one buffer to reads. So a staged write can
   always go on, each write frees a buffer, and nothing stops for ever.
 * A failed write loses nothing: the buffer goes back to the pool only after its bytes are in ordinary memory.
-* The threads are daemons, started with the first chunk and joined by :meth:`ThreadLane.close`.
+* The threads are daemons, started with the first chunk and joined by :meth:`ThreadLane.close`, unless the disk hangs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ssdtrain_fx.runtime.lane import Lane, crc_error
+from ssdtrain_fx.runtime.lane import BLOCK_S, Lane, crc_error
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
 from ssdtrain_fx.runtime.movers import Mark, Mover, Region, keep_bytes
+from ssdtrain_fx.runtime.patience import Patience
 from ssdtrain_fx.runtime.slots import round_up
 from ssdtrain_fx.runtime.staging import StagingBuffer, StagingPool
 from ssdtrain_fx.runtime.traffic import Direction, Transfer
@@ -94,15 +95,21 @@ class ThreadLane(Lane):
                     self._threads_inside -= 1
                     ledger.progress.notify_all()
 
-    def close(self) -> None:
-        with self._ledger.lock:
+    def close(self, patience: Patience) -> bool:
+        ledger = self._ledger
+        with ledger.lock:
             self._closing = True
             self._work.notify_all()
         for thread in self._threads:
-            thread.join()
-        with self._ledger.lock:
+            while thread.is_alive():
+                with ledger.lock:
+                    left_s = patience.left_s()
+                if not left_s:
+                    return False
+                thread.join(min(BLOCK_S, left_s))
+        with ledger.lock:
             while self._threads_inside:
-                self._ledger.progress.wait()
+                ledger.progress.wait()
         for mark, *_ in self._landing:
             self.mover.wait_host(mark)
         for chunk in self._writes:
@@ -110,6 +117,7 @@ class ThreadLane(Lane):
         for queue in (self._reads, self._copies, self._writes, self._landing):
             queue.clear()
         self.mover.forget(self.pool.close())
+        return True
 
     # -- choosing the next task, with the lock held --------------------------------------------------------------------
 
@@ -117,8 +125,8 @@ class ThreadLane(Lane):
         if len(self._threads) < self._thread_count and not self._closing:
             for number in range(self._thread_count):
                 thread = threading.Thread(target=self._run, name=f"ssdtrain-io-{number}", daemon=True)
-                self._threads.append(thread)
                 thread.start()
+                self._threads.append(thread)
 
     def _run(self) -> None:
         ledger = self._ledger
@@ -287,7 +295,7 @@ class ThreadLane(Lane):
             error = crc_error(chunk, buffer.view[: chunk.length])
         if error is not None:
             with ledger.lock:
-                fill.error = fill.error or error
+                fill.fail(error)
                 self._trace("read", chunk, began_ns, error)
                 self._issued(fill, chunk, buffer, None)
             return

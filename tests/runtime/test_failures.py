@@ -1,6 +1,7 @@
 """Disks that are full or broken: memory is lost, never data; or backward raises."""
 
 import errno
+import gc
 import itertools
 import logging
 import os
@@ -131,6 +132,19 @@ def test_a_failed_read_stops_backward(file: MemoryFile, tmp_path: Path, failing:
                 assert part in str(caught.value)
             assert isinstance(caught.value.__cause__, OSError)
         assert torch.equal(fetch(engine, token, ORIGINALS[2]), ORIGINALS[2])  # the disk works again
+
+
+def test_a_failed_read_holds_no_token(file: MemoryFile, tmp_path: Path) -> None:
+    """An error with its traceback would hold the frames of the ops, these the token, and the token the error."""
+    file.read_error = lambda index: OSError(errno.EIO, "Input/output error")
+    with engine_on(file, str(tmp_path)) as engine:
+        token = offload(engine, ORIGINALS[2].clone())
+        engine.wait_until_idle()
+        with pytest.raises(ActivationLostError):
+            fetch(engine, token, ORIGINALS[2])
+        del token
+        gc.collect()  # pytest's own record of the exception
+        assert engine.statistics().slots_in_use == 0
 
 
 def test_damage_on_disk_is_found(file: MemoryFile, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def start(script: str, directory: Path) -> subprocess.Popen[str]:
 def run(script: str, directory: Path) -> tuple[int, str, str]:
     with start(script, directory) as process:
         try:
-            output, errors = process.communicate(timeout=20)
+            output, errors = process.communicate(timeout=120)
         finally:
             process.kill()
     return process.returncode, output, errors
@@ -76,11 +76,14 @@ def test_exit_with_transfers_in_flight(tmp_path: Path, ending: str, code: int) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_kill_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("doing", ["idle", "writing"])
+def test_kill_leaves_nothing(tmp_path: Path, doing: str) -> None:
     process = start(
-        """
+        f"""
         token = offload(x)
         print("offloaded", flush=True)
+        while {doing == "writing"}:
+            offload(x)
         sys.stdin.read()
         """,
         tmp_path,
@@ -143,6 +146,71 @@ def test_a_forked_child_has_engines_of_its_own(tmp_path: Path) -> None:
     """
     returncode, output, errors = run(script, tmp_path)
     assert (returncode, output) == (0, "1\n"), errors
+    assert list(tmp_path.iterdir()) == []
+
+
+HANGING = {
+    "posix": """
+        from ssdtrain_fx.runtime.spill_file import SpillFile
+        SpillFile.write = lambda *arguments: threading.Event().wait()
+    """,
+    "aio": """
+        from ssdtrain_fx.runtime.aio import KernelAio
+        KernelAio.submit = lambda *arguments: True
+        KernelAio.close = lambda *arguments: threading.Event().wait()
+    """,
+}
+
+
+@pytest.mark.parametrize("io", HANGING)
+@pytest.mark.parametrize("ending", ["", "raise ValueError('the user made a mistake')"])
+def test_exit_while_the_disk_hangs(tmp_path: Path, io: str, ending: str) -> None:
+    script = f"""
+        {HANGING[io].strip()}
+        engine = EngineConfig(ssd_dir=sys.argv[1], io={io!r}, io_timeout_s=0.2).to_argument()
+        token = offload(torch.arange(1000))
+        {ending}
+    """
+    returncode, _, errors = run(script, tmp_path)
+    assert returncode == (1 if "mistake" in ending else 0), errors
+    assert errors.count("closed an engine although transfers do not end") == 1
+    assert ("Traceback" in errors) == ("mistake" in ending)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("io", ["posix", "aio"])
+def test_a_fork_disturbs_no_transfer(tmp_path: Path, io: str) -> None:
+    """Forks while the tensor is written and while it is read; the parent touches other memory meanwhile."""
+    script = f"""
+        engine = EngineConfig(ssd_dir=sys.argv[1], io={io!r}).to_argument()
+        children = []
+
+        def fork():
+            child = os.fork()
+            if child == 0:
+                other.fill_(-1)
+                os._exit(0)
+            children.append(child)
+
+        other = torch.zeros(100_000)
+        for number in range(10):
+            z = x + number
+            token = ops.offload(z, z.stride(), "x", engine)
+            fork()
+            token = ops.release(token, z)
+            runtime._engines.open(engine).wait_until_idle()
+            ticket = ops.reload(token, z.size(), z.stride(), z.dtype, z.device)
+            fork()
+            other += 1
+            y = ops.wait(ticket, z.size(), z.stride(), z.dtype, z.device)
+            assert torch.equal(y, z)
+            del token, ticket, y
+        assert all(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 for child in children)
+        assert other.eq(10).all()
+        print(runtime.statistics().slots_in_use)
+    """
+    returncode, output, errors = run(script, tmp_path)
+    assert (returncode, output) == (0, "0\n"), errors
     assert list(tmp_path.iterdir()) == []
 
 

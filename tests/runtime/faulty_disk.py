@@ -1,0 +1,310 @@
+"""A disk that fails on schedule, for both kinds of lane.
+
+::
+
+    disk = FaultyDisk(Fault("write", 3, Fail(errno.EIO)), Fault("read", None, Late(0.01)))
+    with disk.engine("aio", directory) as engine: ...
+
+Operations are counted from 0, each kind for itself, in the order in which they reach the disk.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from runtime_fakes import no_aio
+
+from ssdtrain_fx.runtime.aio import WRITE
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.spill_file import bytes_done
+
+CHUNK_BYTES = 4096
+
+LaneKind = Literal["aio", "threads"]
+Operation = Literal["write", "read", "grow"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fail:
+    """Nothing is moved, and this is the error."""
+
+    errno: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Short:
+    """Only the first bytes are moved, and the disk says so."""
+
+    byte_count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Torn:
+    """Only the first bytes are moved, zeros take the place of the rest, and the disk says that all were moved."""
+
+    byte_count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Flip:
+    """Everything is moved, and one byte of the transfer changes on the way."""
+
+    byte: int
+    mask: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Late:
+    """It takes longer."""
+
+    delay_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Hang:
+    """No answer before :meth:`FaultyDisk.let_go`; then everything is moved."""
+
+
+Effect = Fail | Short | Torn | Flip | Late | Hang
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """``effect`` on operation ``number`` of one kind, or on all of them where that is None."""
+
+    operation: Operation
+    number: int | None
+    effect: Effect
+
+
+class FaultyDisk:
+    """Bytes in memory behind a schedule of faults, which may be changed at any time."""
+
+    def __init__(self, *faults: Fault) -> None:
+        self.faults = list(faults)
+        self.data = bytearray()
+        self.capacity_bytes: int | None = None
+        self.chunk_bytes = CHUNK_BYTES
+        self.counts: collections.Counter[Operation] = collections.Counter()
+        self.struck: list[tuple[Operation, int]] = []
+        """The operations that a fault met, with their offsets."""
+        self.hanging = threading.Event()
+        """Some operation hangs, or did."""
+        self.changed = threading.Condition()
+        self.may_answer = False
+        self._now_s = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def is_hanging(self) -> bool:
+        return self.hanging.is_set() and not self.may_answer
+
+    def clock(self) -> float:
+        """Stands still while the disk works. While it hangs, an hour passes at every look."""
+        if self.is_hanging:
+            self._now_s += 3600
+        return self._now_s
+
+    def hang(self) -> None:
+        self.hanging.set()
+        with self.changed:
+            self.changed.wait_for(lambda: self.may_answer)
+
+    def let_go(self) -> None:
+        """What hangs is done now, and nothing hangs any more."""
+        with self.changed:
+            self.may_answer = True
+            self.changed.notify_all()
+
+    def begin(self, operation: Operation, offset_bytes: int) -> list[Effect]:
+        """Count an operation, and say what is wrong with it."""
+        with self._lock:
+            number = self.counts[operation]
+            self.counts[operation] += 1
+            effects = [f.effect for f in self.faults if f.operation == operation and f.number in (None, number)]
+            if effects:
+                self.struck.append((operation, offset_bytes))
+            return effects
+
+    def grow(self, size_bytes: int) -> OSError | None:
+        if self.capacity_bytes is not None and size_bytes > self.capacity_bytes:
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with self._lock:
+            self.data.extend(bytes(max(0, size_bytes - len(self.data))))
+        return None
+
+    def shrink(self, size_bytes: int, from_bytes: int) -> None:
+        with self._lock:
+            if len(self.data) == from_bytes:
+                del self.data[size_bytes:]
+
+    def carry_out(self, operation: Operation, effects: list[Effect], memory: memoryview, offset_bytes: int) -> int:
+        """The number of bytes that the disk says it moved. Raises OSError."""
+        moved = said = len(memory)
+        for effect in effects:
+            match effect:
+                case Fail(number):
+                    raise OSError(number, os.strerror(number))
+                case Late(delay_s):
+                    time.sleep(delay_s)
+                case Short(byte_count):
+                    moved = said = min(moved, byte_count)
+                case Torn() | Flip() | Hang():
+                    pass
+        end_bytes = offset_bytes + moved
+        with self._lock:
+            if operation == "write":
+                self.data[offset_bytes:end_bytes] = memory[:moved]
+            else:
+                memory[:moved] = self.data[offset_bytes:end_bytes]
+            place = memoryview(self.data)[offset_bytes:end_bytes] if operation == "write" else memory[:moved]
+            for effect in effects:
+                if isinstance(effect, Torn):
+                    place[effect.byte_count :] = bytes(len(place) - effect.byte_count)
+                elif isinstance(effect, Flip) and effect.byte < moved:
+                    place[effect.byte] ^= effect.mask
+        return said
+
+    @contextlib.contextmanager
+    def engine(self, lane: LaneKind, directory: str, **options: Any) -> Iterator[Engine]:
+        """An engine on this disk with chunks of 4096 bytes. What hangs is let go at the end, before it is closed."""
+        with self.open_engine(lane, EngineConfig(ssd_dir=directory, **options)) as engine:
+            try:
+                yield engine
+            finally:
+                self.let_go()
+
+    def open_engine(self, lane: LaneKind, config: EngineConfig, handles: Iterator[int] | None = None) -> Engine:
+        file = FaultyFile(self, direct=lane == "aio")
+        return Engine(
+            config,
+            handles=handles,
+            open_file=lambda _: file,
+            open_aio=(lambda: FaultyAio(self)) if lane == "aio" else no_aio,
+            chunk_bytes=self.chunk_bytes,
+            clock=self.clock,
+        )
+
+
+class FaultyFile:
+    """The disk as a lane with threads sees it."""
+
+    path = "/nowhere/(faulty file)"
+    io_path = "faulty"
+
+    def __init__(self, disk: FaultyDisk, *, direct: bool) -> None:
+        self.direct = direct
+        self.stripe_bytes: int | None = None
+        self.closed = False
+        self._disk = disk
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self._disk.data)
+
+    def locate(self, offset_bytes: int) -> tuple[int, int]:
+        return -1, offset_bytes
+
+    def grow(self, size_bytes: int) -> OSError | None:
+        disk = self._disk
+        if size_bytes <= self.size_bytes:
+            return None
+        effects = disk.begin("grow", size_bytes)
+        if Hang() in effects:
+            disk.hang()
+        for effect in effects:
+            if isinstance(effect, Fail):
+                return OSError(effect.errno, os.strerror(effect.errno))
+        return disk.grow(size_bytes)
+
+    def shrink(self, size_bytes: int, from_bytes: int) -> None:
+        self._disk.shrink(size_bytes, from_bytes)
+
+    def write(self, data: memoryview, offset_bytes: int) -> None:
+        self._transfer("write", data, offset_bytes)
+
+    def read(self, data: memoryview, offset_bytes: int) -> None:
+        self._transfer("read", data, offset_bytes)
+
+    def close(self) -> None:
+        assert not self._disk.is_hanging
+        self.closed = True
+
+    def _transfer(self, operation: Operation, data: memoryview, offset_bytes: int) -> None:
+        assert not self.closed
+        done = 0
+        while done < len(data):
+            effects = self._disk.begin(operation, offset_bytes + done)
+            if Hang() in effects:
+                self._disk.hang()
+            count = self._disk.carry_out(operation, effects, data[done:], offset_bytes + done)
+            done = bytes_done(done, count, len(data), operation, offset_bytes, self.path)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Request:
+    cookie: int
+    operation: Operation
+    effects: list[Effect]
+    memory: memoryview
+    offset_bytes: int
+
+
+class FaultyAio:
+    """The disk as native AIO sees it. There is no thread: requests are carried out when answers are asked for."""
+
+    depth = 16
+
+    def __init__(self, disk: FaultyDisk) -> None:
+        self._disk = disk
+        self._submitted: list[_Request] = []
+        self._answers: list[tuple[int, int]] = []
+
+    def submit(self, opcode: int, descriptor: int, address: int, length: int, offset: int, cookie: int) -> bool:
+        assert address % 4096 == length % 4096 == offset % 4096 == 0
+        if len(self._submitted) >= self.depth:
+            return False
+        operation: Operation = "write" if opcode == WRITE else "read"
+        effects = self._disk.begin(operation, offset)
+        if Hang() in effects:
+            self._disk.hanging.set()
+        memory = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+        with self._disk.changed:
+            self._submitted.append(_Request(cookie, operation, effects, memory, offset))
+            self._disk.changed.notify_all()
+        return True
+
+    def reap(self, min_events: int, timeout_s: float) -> None:
+        changed = self._disk.changed
+        with changed:
+            changed.wait_for(lambda: len(self._ready()) >= min_events, timeout_s)
+            ready = self._ready()
+            for request in ready:
+                self._submitted.remove(request)
+        self._answers = [(request.cookie, self._result(request)) for request in ready]
+
+    def _ready(self) -> list[_Request]:
+        return [request for request in self._submitted if Hang() not in request.effects or self._disk.may_answer]
+
+    def _result(self, request: _Request) -> int:
+        try:
+            return self._disk.carry_out(request.operation, request.effects, request.memory, request.offset_bytes)
+        except OSError as error:
+            return -(error.errno or errno.EIO)
+
+    def answers(self) -> list[tuple[int, int]]:
+        return self._answers
+
+    def close(self) -> None:
+        """As io_destroy does, this would wait for the disk."""
+        assert not self._disk.is_hanging

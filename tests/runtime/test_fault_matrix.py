@@ -1,0 +1,379 @@
+"""One training step on a disk that fails: the gradients are right, or there is an error; never silence.
+
+The step is compiled once and run node by node, with every saved tensor offloaded. Where nothing else is said, forward
+is over on disk before backward begins, so that every tensor really comes back from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from faulty_disk import (
+    CHUNK_BYTES,
+    Fail,
+    Fault,
+    FaultyDisk,
+    FaultyFile,
+    Flip,
+    Hang,
+    LaneKind,
+    Late,
+    Operation,
+    Short,
+    Torn,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from steps import FAST_DISK
+from torch import Tensor, fx
+
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.dynamo_backend import backend
+from ssdtrain_fx.errors import ActivationLostError, StalledDiskError
+from ssdtrain_fx.runtime import ops
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.statistics import Statistics
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LANES: list[LaneKind] = ["aio", "threads"]
+DISK_ERRORS = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ENODEV, errno.ESTALE]
+WIDTH = 40
+TENSOR_BYTES = WIDTH * WIDTH * 4  # 6400: two chunks
+SLOT_BYTES = 2 * CHUNK_BYTES
+TENSORS = 5
+CHUNKS = 2 * TENSORS
+PLACES = {"first": 0, "middle": CHUNKS // 2, "last": CHUNKS - 1}
+
+by_lane = pytest.mark.parametrize("lane", LANES)
+by_place = pytest.mark.parametrize("number", PLACES.values(), ids=PLACES)
+by_error = pytest.mark.parametrize("error", DISK_ERRORS, ids=errno.errorcode.get)
+
+
+def layers(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor]:
+    for weight in (first, second, third):
+        x = torch.nn.functional.gelu(x @ weight)
+    return (x.square().sum(),)
+
+
+def arguments() -> list[Tensor]:
+    """``x`` and three weights."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(WIDTH, WIDTH, generator=generator) for _ in range(4)]
+    return [tensors[0], *(weight.requires_grad_() for weight in tensors[1:])]
+
+
+@dataclasses.dataclass
+class Step:
+    """A compiled step and what must come out of it."""
+
+    compiled: Callable[..., Any]
+    engine: Engine
+    arguments: list[Tensor] = dataclasses.field(default_factory=arguments)
+
+    def __post_init__(self) -> None:
+        self.weights = self.arguments[1:]
+        self.expected = torch.autograd.grad(layers(*self.arguments)[0], self.weights)
+
+    def forward(self) -> Tensor:
+        (loss,) = self.compiled(*self.arguments)
+        return loss
+
+    def forward_to_disk(self) -> Tensor:
+        loss = self.forward()
+        self.engine.wait_until_idle()
+        return loss
+
+    def run(self) -> None:
+        """A step whose gradients are right."""
+        self.forward_to_disk().backward()
+        self.check_gradients()
+
+    def check_gradients(self) -> None:
+        for weight, gradient in zip(self.weights, self.expected, strict=True):
+            assert weight.grad is not None
+            assert torch.equal(weight.grad, gradient)
+            weight.grad = None
+
+    def lose(self, loss: Tensor) -> str:
+        """Backward fails, and no gradient was made. Returns the message."""
+        with pytest.raises(ActivationLostError) as caught:
+            loss.backward()
+        assert all(weight.grad is None for weight in self.weights)
+        return str(caught.value)
+
+    def settled(self) -> Statistics:
+        self.engine.wait_until_idle()
+        return self.engine.statistics()
+
+    def check_nothing_is_left(self) -> None:
+        gc.collect()  # an exception that was caught holds the frames that it passed
+        statistics = self.settled()
+        assert (statistics.slots_in_use, statistics.slot_bytes_in_use, statistics.in_flight_bytes) == (0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> OffloadConfig:
+    return OffloadConfig(
+        inner="aot_eager",
+        policy="all",
+        min_tensor_bytes=0,
+        ssd_dir=str(tmp_path_factory.mktemp("disk")),
+        hardware=FAST_DISK,
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled(config: OffloadConfig) -> Callable[..., Any]:
+    return backend(config)(fx.symbolic_trace(layers), arguments())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fast_garbage_collection(compiled: Callable[..., Any]) -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
+    """What is there already, torch above all, need not be searched in every test."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def start(
+    config: OffloadConfig, compiled: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Step]]:
+    """``start(disk, lane, **options)``: a step whose engine works on ``disk``."""
+    disks: list[FaultyDisk] = []
+
+    def on(disk: FaultyDisk, lane: LaneKind, **options: Any) -> Step:
+        def open_engine(config: EngineConfig, handles: Iterator[int]) -> Engine:
+            return disk.open_engine(lane, dataclasses.replace(config, **options), handles)
+
+        ops.close()
+        disks.append(disk)
+        monkeypatch.setattr(ops._engines, "_open_engine", open_engine)
+        return Step(compiled, ops._engines.open(config.engine_config().to_argument()))
+
+    yield on
+    for disk in disks:
+        disk.let_go()
+    ops.close()
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@by_lane
+def test_a_disk_without_faults(start: Callable[..., Step], lane: LaneKind) -> None:
+    """The places below are what they are called."""
+    disk = FaultyDisk()
+    step = start(disk, lane)
+    step.run()
+    assert disk.counts["write"] == disk.counts["read"] == CHUNKS
+    assert step.settled().offloads == TENSORS
+    step.check_nothing_is_left()
+
+
+# -- writes ------------------------------------------------------------------------------------------------------------
+
+
+@by_lane
+@by_place
+@by_error
+def test_a_failed_write(
+    start: Callable[..., Step], lane: LaneKind, number: int, error: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The data stays in memory, which is said once."""
+    step = start(FaultyDisk(Fault("write", number, Fail(error)), Fault("write", CHUNKS + 1, Fail(error))), lane)
+    for _ in range(2):
+        step.run()
+    statistics = step.settled()
+    assert (statistics.kept, statistics.kept_bytes + statistics.bytes_written) == (2, 2 * TENSORS * TENSOR_BYTES)
+    step.check_nothing_is_left()
+    (warning,) = warnings_in(caplog)
+    assert f"cannot write to {FaultyFile.path} (errno {error}: {os.strerror(error)})" in warning
+
+
+@by_lane
+@by_error
+def test_a_disk_that_takes_nothing(start: Callable[..., Step], lane: LaneKind, error: int) -> None:
+    disk = FaultyDisk(Fault("write", None, Fail(error)))
+    step = start(disk, lane)
+    step.run()
+    assert step.settled().kept == TENSORS
+    assert disk.counts["read"] == 0
+    step.check_nothing_is_left()
+
+
+@by_lane
+@by_error
+def test_a_file_that_does_not_grow(start: Callable[..., Step], lane: LaneKind, error: int) -> None:
+    step = start(FaultyDisk(Fault("grow", None, Fail(error))), lane)
+    step.run()
+    assert step.settled().kept == TENSORS
+    step.check_nothing_is_left()
+
+
+@by_lane
+@pytest.mark.parametrize("capacity_chunks", range(CHUNKS + 1))
+def test_a_disk_that_is_full_at_any_moment(start: Callable[..., Step], lane: LaneKind, capacity_chunks: int) -> None:
+    disk = FaultyDisk()
+    disk.capacity_bytes = capacity_chunks * CHUNK_BYTES
+    step = start(disk, lane)
+    step.run()
+    assert disk.counts["read"] == capacity_chunks
+    disk.capacity_bytes = None
+    step.run()
+    assert disk.counts["read"] == capacity_chunks + CHUNKS
+    step.check_nothing_is_left()
+
+
+# -- reads -------------------------------------------------------------------------------------------------------------
+
+
+@by_lane
+@by_place
+@by_error
+def test_a_failed_read(start: Callable[..., Step], lane: LaneKind, number: int, error: int) -> None:
+    disk = FaultyDisk(Fault("read", number, Fail(error)))
+    step = start(disk, lane)
+    check_lost(step, disk, f"[Errno {error}] {os.strerror(error)}")
+    step.run()
+    step.check_nothing_is_left()
+
+
+def check_lost(step: Step, disk: FaultyDisk, cause: str) -> None:
+    """The error names the tensor whose slot was struck, its slot, the file, and the cause."""
+    loss = step.forward_to_disk()
+    names = {entry.slot: entry.name for entry in step.engine._ledger.entries.values()}
+    disk.struck.clear()
+    message = step.lose(loss)
+    (offset_bytes,) = (offset_bytes for _, offset_bytes in disk.struck)
+    (slot,) = (slot for slot in names if slot is not None and slot.offset_bytes <= offset_bytes < slot.end_bytes)
+    assert f"the saved tensor {names[slot]!r} (float32[{WIDTH}, {WIDTH}]) cannot be read back" in message
+    assert f"from bytes {slot.offset_bytes}..{slot.end_bytes} of {FaultyFile.path}: {cause}" in message
+
+
+@by_lane
+@by_place
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_a_short_transfer_is_continued(
+    start: Callable[..., Step], lane: LaneKind, number: int, operation: Operation
+) -> None:
+    """Chunks of 8192 bytes, of which 5000 are moved: the rest is asked for from byte 4096 on."""
+    disk = FaultyDisk(Fault(operation, number // 2, Short(5000)))
+    disk.chunk_bytes = 2 * CHUNK_BYTES
+    step = start(disk, lane)
+    step.run()
+    assert disk.counts[operation] == TENSORS + 1
+    assert step.settled().kept == 0
+    step.check_nothing_is_left()
+
+
+@by_lane
+@by_place
+def test_a_write_that_moves_nothing(start: Callable[..., Step], lane: LaneKind, number: int) -> None:
+    step = start(FaultyDisk(Fault("write", number, Short(0))), lane)
+    step.run()
+    assert step.settled().kept == 1
+    step.check_nothing_is_left()
+
+
+@by_lane
+@by_place
+def test_a_read_that_moves_nothing(start: Callable[..., Step], lane: LaneKind, number: int) -> None:
+    disk = FaultyDisk(Fault("read", number, Short(0)))
+    step = start(disk, lane)
+    check_lost(step, disk, "[Errno 5] short read: 0 of 4096 bytes at offset ")
+    step.run()
+    step.check_nothing_is_left()
+
+
+# -- damage, with checksums --------------------------------------------------------------------------------------------
+
+
+@by_lane
+@by_place
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_a_torn_transfer(start: Callable[..., Step], lane: LaneKind, number: int, operation: Operation) -> None:
+    """The disk says that it moved everything, and did not."""
+    step = start(FaultyDisk(Fault(operation, number, Torn(512))), lane, checksum=True)
+    assert "checksum mismatch" in step.lose(step.forward_to_disk())
+    step.run()
+    step.check_nothing_is_left()
+
+
+@by_lane
+@given(
+    operation=st.sampled_from(["write", "read"]),
+    number=st.integers(0, CHUNKS - 1),
+    position=st.integers(0, CHUNK_BYTES - 1),
+    mask=st.integers(1, 255),
+)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damage_of_any_byte(
+    start: Callable[..., Step], lane: LaneKind, operation: Operation, number: int, position: int, mask: int
+) -> None:
+    """Backward fails where the byte belongs to a tensor; what lies beyond the tensor's end is nobody's business."""
+    disk = FaultyDisk(Fault(operation, number, Flip(position, mask)))
+    step = start(disk, lane, checksum=True)
+    loss = step.forward_to_disk()
+    try:
+        loss.backward()
+    except ActivationLostError as error:
+        message = str(error)
+        assert all(weight.grad is None for weight in step.weights)
+    else:
+        message = ""
+        step.check_gradients()
+    ((_, offset_bytes),) = disk.struck
+    assert ("checksum mismatch" in message) == (offset_bytes % SLOT_BYTES + position < TENSOR_BYTES)
+
+
+# -- slow and hanging --------------------------------------------------------------------------------------------------
+
+
+@by_lane
+def test_a_slow_disk(start: Callable[..., Step], lane: LaneKind) -> None:
+    """Ten times slower than memory is in this test; transfers are under way wherever the step is."""
+    disk = FaultyDisk(Fault("write", None, Late(0.004)), Fault("read", None, Late(0.004)))
+    step = start(disk, lane, host_budget_bytes=1)
+    for _ in range(2):
+        step.forward().backward()
+        step.check_gradients()
+    step.check_nothing_is_left()
+
+
+@by_lane
+@by_place
+def test_a_disk_that_hangs_in_backward(start: Callable[..., Step], lane: LaneKind, number: int) -> None:
+    disk = FaultyDisk(Fault("read", number, Hang()))
+    step = start(disk, lane, io_timeout_s=60.0)
+    message = step.lose(step.forward_to_disk())
+    assert "no transfer has ended for 60.0 s while " in message
+    assert "being read back; free staging buffers, cpu: " in message
+    disk.let_go()
+    step.run()
+    step.check_nothing_is_left()
+
+
+@by_lane
+@by_place
+def test_a_disk_that_hangs_in_forward(start: Callable[..., Step], lane: LaneKind, number: int) -> None:
+    """The smallest staging there is, so that a release has to wait for the writes."""
+    disk = FaultyDisk(*(Fault("write", later, Hang()) for later in range(number, CHUNKS)))
+    step = start(disk, lane, io_timeout_s=60.0, host_budget_bytes=1)
+    with pytest.raises(StalledDiskError, match=r"no transfer has ended for 60.0 s while .*; chunks: \d+ to be copied"):
+        step.forward_to_disk()
+    disk.let_go()
+    gc.collect()
+    step.run()
+    step.check_nothing_is_left()

@@ -59,6 +59,8 @@ AOTCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 def tree_leaves(value: object) -> list[Any]:
     """The leaves of nested tuples, lists and dicts, in order."""
+    if value is None or isinstance(value, torch.Tensor):  # most values; pytree takes its time for them
+        return [value]
     from torch.utils import _pytree
 
     return _pytree.tree_leaves(value)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -93,7 +94,7 @@ def insert_offloads(
             (decision.wait, Step.WAIT, chain),
         ]
     symbols = {
-        node.meta["val"].node.expr: node
+        _expression(node.meta["val"]): node
         for node in joint.graph.find_nodes(op="placeholder")
         if isinstance(node.meta.get("val"), torch.SymInt)
     }
@@ -123,7 +124,7 @@ def _insert_offload(graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.
             if isinstance(number, int):
                 arguments.append(number)
                 continue
-            symbol = symbols.get(number.node.expr)
+            symbol = symbols.get(_expression(number))
             if symbol is None:
                 symbol = graph.call_function(read, (source, dim))
                 symbol.meta["val"] = number
@@ -137,6 +138,11 @@ def _insert_offload(graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.
         OFFLOAD, (source, [], source.name, engine, chain.decision.out_s, chain.decision.back_s)
     )
     _annotate(chain.token, source, _fake_token(value))
+
+
+def _expression(symbol: Any) -> object:
+    """What two symbols of the same size have in common."""
+    return symbol.node.expr
 
 
 def _insert_release(graph: fx.Graph, chain: _Chain) -> None:

@@ -45,6 +45,7 @@ class OffloadedStep:
     problem: TransferProblem
     """What the plan is an answer to."""
     joint_before: str
+    """The scheduled joint graph as text, before and after; both empty unless ``with_text`` was asked for."""
     joint_after: str
 
 
@@ -55,6 +56,7 @@ def offload_saved_tensors(
     num_forward_outputs: int,
     config: OffloadConfig,
     hardware: Hardware,
+    with_text: bool = False,
 ) -> OffloadedStep:
     """Rewrite a partitioned training step so that saved tensors leave memory between forward and backward.
 
@@ -62,13 +64,14 @@ def offload_saved_tensors(
         forward, backward: as a partitioner of ``functorch.compile`` returns them; neither is changed.
         num_forward_outputs: how many results of ``forward`` are not saved for backward.
         hardware: what the plan is made for.
+        with_text: also print the graph before and after, which takes seconds for thousands of nodes.
 
     Raises:
         BudgetError: ``memory_budget_bytes`` is out of reach.
         InternalError: the rewritten graph breaks an invariant.
     """
     joint = join(forward, backward, num_forward_outputs=num_forward_outputs)
-    before = joint.text()
+    before = joint.text() if with_text else ""
     analysis = _analyse(joint, config, hardware)
     copied_out = copy_out_views(joint, analysis.alias_sets, analysis.candidates)
     changed = copied_out is not joint
@@ -100,8 +103,9 @@ def offload_saved_tensors(
         verify_offloads(joint)
     elif not changed and not plan.recomputed:
         return OffloadedStep(forward, backward, plan, planned.problem, before, before)
-    after = joint.text()
-    log.debug("scheduled joint graph with offloads:\n%s", after)
+    after = joint.text() if with_text else ""
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("scheduled joint graph with offloads:\n%s", after or joint.text())
     new_forward, new_backward = split(joint)
     return OffloadedStep(new_forward, new_backward, plan, planned.problem, before, after)
 

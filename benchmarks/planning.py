@@ -1,0 +1,301 @@
+"""How long does planning take, and what share of a compilation is it?
+
+    python benchmarks/planning.py             # growing graphs: seconds against nodes, and where they go
+    python benchmarks/planning.py --share     # 12-layer GPT-2: planning as a share of Inductor's compile time
+
+Growing graphs are deep networks of equal layers, up to about 10,000 nodes and 1,000 saved storages, traced by
+AOTAutograd without computing anything. They run through the whole pipeline, from the two partitioned graphs to the two
+rewritten ones. The exponent of growth is that between the two largest graphs: 1 is linear.
+
+The share is measured in fresh processes with all compile caches off; plain Inductor and the backend take turns. The
+backend compiles more than it plans (four more kinds of nodes), so both are printed: what all passes take, and what the
+whole compilation takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import importlib
+import inspect
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from functorch.compile import aot_function, default_partition
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, fx
+
+import ssdtrain_fx
+from ssdtrain_fx import OffloadConfig, zoo
+from ssdtrain_fx._torch_private import FakeTensorMode
+from ssdtrain_fx.hardware import Channel, Hardware
+from ssdtrain_fx.machine import cpu_model
+from ssdtrain_fx.passes import pipeline
+
+LAYERS = (15, 30, 60, 120, 240)
+ROWS, WIDTH = 4096, 64
+GOAL_S = 5.0
+"""For the largest graph, on a quiet machine."""
+GOAL_SHARE = 0.1
+SETTINGS: dict[str, dict[str, Any]] = {
+    "max_slowdown=0.1": {"max_slowdown": 0.1},
+    "no recomputation": {"max_slowdown": 0.1, "recompute": False},
+    "half the peak": {},
+}
+HARDWARE = Hardware(
+    device="cpu",
+    flops_per_s={"float32": 5e10},
+    memory_bytes_per_s=1e10,
+    elements_per_s={"float32": 1e10},
+    kernel_s=1e-5,
+    write=Channel(bytes_per_s=3e9, latency_s=1e-4),
+    read=Channel(bytes_per_s=6e9, latency_s=1e-4),
+    share_when_both=0.6,
+    copy_out=Channel(bytes_per_s=2e10),
+    copy_in=Channel(bytes_per_s=2e10),
+    copies_block_compute=True,
+    offload_s=1e-6,
+    reload_s=1e-6,
+    staging_bytes=1 << 26,
+)
+"""A machine that can move most of it, so that the planner has something to choose."""
+WHOLE = "offload_saved_tensors"
+
+
+# -- growing graphs ----------------------------------------------------------------------------------------------------
+
+
+def deep_network(layers: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a residual network; its one result is the loss."""
+
+    def network(x: Tensor, *parameters: Tensor) -> Tensor:
+        for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
+            hidden = torch.tanh(x @ weight + bias)
+            x = x + 0.5 * hidden * torch.rsqrt(1.0 + hidden.square().mean(-1, keepdim=True))
+        return x.sum()
+
+    found: list[tuple[fx.GraphModule, fx.GraphModule]] = []
+
+    def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        found.append(default_partition(joint, inputs, **options))
+        return found[0]
+
+    def compile_nothing(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
+        return gm
+
+    with FakeTensorMode():
+        shapes = [shape for _ in range(layers) for shape in ((WIDTH, WIDTH), (WIDTH,))]
+        parameters = [torch.empty(shape, requires_grad=True) for shape in shapes]
+        traced = aot_function(network, fw_compiler=compile_nothing, bw_compiler=compile_nothing, partition_fn=partition)
+        traced(torch.empty(ROWS, WIDTH), *parameters)
+    return found[0]
+
+
+def measure_growth(layers: Sequence[int], console: Console) -> list[dict[str, Any]]:
+    """One row per graph and setting."""
+    rows: list[dict[str, Any]] = []
+    for count in layers:
+        forward, backward = deep_network(count)
+        peak_bytes = 0
+        for name, options in SETTINGS.items():
+            budget_bytes = None if options else peak_bytes // 2
+            config = OffloadConfig(**options, memory_budget_bytes=budget_bytes)
+            seconds = time_passes()
+            plan = pipeline.offload_saved_tensors(
+                forward, backward, num_forward_outputs=1, config=config, hardware=HARDWARE
+            ).plan
+            peak_bytes = plan.peak_before_bytes
+            rows.append(
+                {
+                    "setting": name,
+                    "nodes": len(forward.graph.nodes) + len(backward.graph.nodes),
+                    "saved_storages": len([storage for storage in plan.storages if not storage.is_input]),
+                    "offloaded": len(plan.offloaded),
+                    "total_s": seconds.pop(WHOLE),
+                    "pass_s": dict(seconds),
+                }
+            )
+            console.print(f"{rows[-1]['nodes']:6} nodes, {name}: {rows[-1]['total_s']:.2f} s", style="dim")
+    return rows
+
+
+def time_passes() -> dict[str, float]:
+    """Let every pass, and the whole pipeline, add its seconds to the dictionary returned."""
+    seconds: dict[str, float] = {}
+    for name, found in list(vars(pipeline).items()):
+        function: Any = inspect.unwrap(found) if inspect.isfunction(found) else None
+        if function is not None and not name.startswith("_") and function.__module__.startswith("ssdtrain_fx.passes."):
+            setattr(pipeline, name, _timed(function, seconds))
+    return seconds
+
+
+def _timed(function: Callable[..., Any], seconds: dict[str, float]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began_s = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds[function.__name__] = seconds.get(function.__name__, 0.0) + time.perf_counter() - began_s
+
+    return call
+
+
+def exponents(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """By setting: the power of the number of nodes with which time grows between the two largest graphs."""
+    found: dict[str, float] = {}
+    for name in SETTINGS:
+        *_, small, large = [row for row in rows if row["setting"] == name]
+        found[name] = math.log(large["total_s"] / small["total_s"]) / math.log(large["nodes"] / small["nodes"])
+    return found
+
+
+def growth_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """One row per run, and the three passes that take longest."""
+    table = Table(title="Planning time")
+    for name in ("nodes", "saved", "offloaded", "setting", "seconds", "where"):
+        table.add_column(name, justify="left" if name in ("setting", "where") else "right")
+    for row in rows:
+        longest = sorted(row["pass_s"].items(), key=lambda item: -item[1])[:3]
+        table.add_row(
+            str(row["nodes"]),
+            str(row["saved_storages"]),
+            str(row["offloaded"]),
+            row["setting"],
+            f"{row['total_s']:.2f}",
+            ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest),
+        )
+    return table
+
+
+def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Seconds against nodes on logarithmic axes: a slope of one is linear."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.add_subplot()
+    for name, exponent in exponents(rows).items():
+        mine = [row for row in rows if row["setting"] == name]
+        label = f"{name}: at the end nodes^{exponent:.2f}"
+        axes.loglog([row["nodes"] for row in mine], [row["total_s"] for row in mine], marker="o", label=label)
+    nodes = sorted({row["nodes"] for row in rows})
+    axes.loglog(nodes, [GOAL_S * count / nodes[-1] for count in nodes], "--", color="#999999", label="linear")
+    axes.set_title(f"Planning time, up to {max(row['saved_storages'] for row in rows)} saved storages")
+    axes.set_xlabel("nodes of forward and backward")
+    axes.set_ylabel("seconds")
+    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+# -- share of a compilation --------------------------------------------------------------------------------------------
+
+
+def compile_once(backend: str, layers: int) -> dict[str, Any]:
+    """In this process: seconds that the first step of GPT-2 takes to compile, and what the passes take of them."""
+    torch.manual_seed(0)
+    module, make_batch = zoo.build("gpt2", layers=layers, hidden=384, batch=8, sequence=512, vocab=2048)
+    batch = make_batch(torch.Generator().manual_seed(0))
+    config = OffloadConfig(max_slowdown=0.1)
+    config.load_hardware("cpu")  # measured at most once per machine, and no part of a compilation
+    torch.compile(torch.sin)(torch.ones(1))  # Inductor is imported now
+    seconds = time_passes()
+    backend_module: Any = importlib.import_module("ssdtrain_fx.inductor")
+    backend_module.offload_saved_tensors = pipeline.offload_saved_tensors
+    compiled: Any = torch.compile(module, backend="inductor" if backend == "inductor" else ssdtrain_fx.backend(config))
+    times: list[float] = []
+    for _ in range(2):  # the second step compiles nothing
+        began_s = time.perf_counter()
+        compiled(*batch).backward()
+        times.append(time.perf_counter() - began_s)
+    planning_s = seconds.pop(WHOLE, 0.0)
+    return {"backend": backend, "compile_s": times[0] - times[1], "planning_s": planning_s, "pass_s": seconds}
+
+
+def measure_share(layers: int, rounds: int, console: Console) -> dict[str, Any]:
+    """Compile in fresh processes, plain and with the backend in turns."""
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+    }
+    runs: list[dict[str, Any]] = []
+    for _ in range(rounds):
+        for backend in ("inductor", "ssdtrain"):
+            command = [sys.executable, __file__, "--compile-once", backend, "--layers", str(layers)]
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            runs.append(json.loads(done.stdout.splitlines()[-1]))
+            line = f"{backend}: {runs[-1]['compile_s']:.1f} s, passes {runs[-1]['planning_s']:.2f} s"
+            console.print(line, style="dim", highlight=False)
+    plain, ours = ([run for run in runs if run["backend"] == name] for name in ("inductor", "ssdtrain"))
+    pairs = list(zip(ours, plain, strict=True))
+    return {
+        "layers": layers,
+        "planning_share_of_inductor": statistics.median(a["planning_s"] / b["compile_s"] for a, b in pairs),
+        "compile_time_ratio": statistics.median(a["compile_s"] / b["compile_s"] for a, b in pairs),
+        "runs": runs,
+    }
+
+
+def share_table(result: dict[str, Any]) -> Table:
+    table = Table(title=f"Compiling {result['layers']}-layer GPT-2")
+    table.add_column("")
+    table.add_column("", justify="right")
+    ours = [run for run in result["runs"] if run["backend"] == "ssdtrain"]
+    table.add_row("all passes, share of Inductor's compile time", f"{result['planning_share_of_inductor']:.1%}")
+    table.add_row("goal", f"at most {GOAL_SHARE:.0%}")
+    table.add_row("whole compilation, ratio to Inductor", f"{result['compile_time_ratio']:.3f}", end_section=True)
+    for name in ours[0]["pass_s"]:
+        table.add_row(name, f"{statistics.median(run['pass_s'][name] for run in ours):.3f} s")
+    return table
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--share", action="store_true", help="planning as a share of Inductor's compile time")
+    parser.add_argument("--layers", type=int, help="of GPT-2 (12), or the largest of the growing graphs (240)")
+    parser.add_argument("--rounds", type=int, default=3, help="of --share: compilations of each kind")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/planning.json"))
+    parser.add_argument("--png", type=Path, default=Path("benchmarks/results/planning.png"))
+    parser.add_argument("--compile-once", choices=["inductor", "ssdtrain"], help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    console = Console()
+    if chosen.compile_once is not None:
+        print(json.dumps(compile_once(chosen.compile_once, chosen.layers)))
+        return 0
+    chosen.json.parent.mkdir(parents=True, exist_ok=True)
+    if chosen.share:
+        result = measure_share(chosen.layers or 12, chosen.rounds, console)
+        console.print(share_table(result))
+        reached = result["planning_share_of_inductor"] <= GOAL_SHARE
+    else:
+        rows = measure_growth([count for count in LAYERS if count <= (chosen.layers or LAYERS[-1])], console)
+        result = {"goal_s": GOAL_S, "exponents": exponents(rows), "rows": rows}
+        console.print(growth_table(rows))
+        draw_growth(rows, chosen.png)
+        console.print(f"Picture: {chosen.png.resolve()}", highlight=False, soft_wrap=True)
+        reached = all(row["total_s"] <= GOAL_S for row in rows)
+    machine = {"cpu": cpu_model(), "cores": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__}
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    chosen.json.write_text(json.dumps({"date": date, "machine": machine, **result}, indent=2) + "\n")
+    console.print(f"JSON: {chosen.json.resolve()}", highlight=False, soft_wrap=True)
+    return 0 if reached else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -68,7 +68,7 @@ class OffloadConfig:
     no faster so far."""
 
     checksum: bool = False
-    """Verify every byte that comes back (costs CPU time)."""
+    """Verify every byte that comes back from the file, by XXH3 of 64 bits (costs some CPU time)."""
 
     io_timeout_s: float | None = 300.0
     """A disk on which no transfer ends for so long, while one is waited for, is an error. None: wait for ever. The

@@ -34,14 +34,13 @@ import errno
 import itertools
 import os
 import time
-import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ssdtrain_fx.runtime.aio import READ, WRITE, Aio
-from ssdtrain_fx.runtime.lane import BLOCK_S, Lane, crc_error
+from ssdtrain_fx.runtime.lane import BLOCK_S, Lane, checksum_error, checksum_of
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
 from ssdtrain_fx.runtime.movers import CpuMover, keep_bytes
 from ssdtrain_fx.runtime.patience import Patience
@@ -214,7 +213,7 @@ class AioLane(Lane):
         began_ns = time.perf_counter_ns()
         ctypes.memmove(buffer.address, source.address + chunk.start, chunk.length)
         if self._checksum:
-            chunk.checksum = zlib.crc32(buffer.view[: chunk.length])
+            chunk.checksum = checksum_of(buffer.view[: chunk.length])
         chunk.staging, chunk.state = buffer, ChunkState.STAGED
         self._writes.append(_Transfer(chunk, buffer.address, None, buffer))
         self._trace("copy", chunk, began_ns)
@@ -344,7 +343,7 @@ class AioLane(Lane):
         failure: Exception | None = error
         if error is None and self._checksum:
             data = (ctypes.c_char * chunk.length).from_address(transfer.address)
-            failure = crc_error(chunk, memoryview(data))
+            failure = checksum_error(chunk, memoryview(data))
         if failure is None:
             ledger.counters.bytes_read += chunk.length
         else:

@@ -7,10 +7,10 @@ There are two kinds, which differ in who does the work: :mod:`ssdtrain_fx.runtim
 from __future__ import annotations
 
 import abc
-import zlib
 from collections.abc import Sequence
 
 import torch
+import xxhash
 from torch import Tensor
 
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
@@ -136,8 +136,14 @@ class Lane(abc.ABC):
         self._trace_levels()
 
 
-def crc_error(chunk: Chunk, data: memoryview) -> ChecksumError | None:
+def checksum_of(data: memoryview) -> int:
+    """XXH3, 64 bits: many times faster than CRC-32, faster than a copy, and without the interpreter lock. It tells
+    damage from data; it does not stop somebody who forges it."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def checksum_error(chunk: Chunk, data: memoryview) -> ChecksumError | None:
     """Whether ``data`` is what was written for ``chunk``."""
-    if zlib.crc32(data) == chunk.checksum:
+    if checksum_of(data) == chunk.checksum:
         return None
     return ChecksumError(f"checksum mismatch in the {chunk.length} bytes from byte {chunk.start} on")

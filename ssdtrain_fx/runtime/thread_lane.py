@@ -20,12 +20,11 @@ import collections
 import functools
 import threading
 import time
-import zlib
 from collections.abc import Callable
 
 from torch import Tensor
 
-from ssdtrain_fx.runtime.lane import BLOCK_S, Lane, crc_error
+from ssdtrain_fx.runtime.lane import BLOCK_S, Lane, checksum_error, checksum_of
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
 from ssdtrain_fx.runtime.movers import Mark, Mover, Region, keep_bytes
 from ssdtrain_fx.runtime.patience import Patience
@@ -250,7 +249,7 @@ class ThreadLane(Lane):
         ledger, slot = self._ledger, chunk.entry.slot
         assert slot is not None
         if self._checksum:
-            chunk.checksum = zlib.crc32(buffer.view[: chunk.length])
+            chunk.checksum = checksum_of(buffer.view[: chunk.length])
         began_ns = time.perf_counter_ns()
         error = self._write_to_file(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
         end_s = ledger.traffic.clock()
@@ -292,7 +291,7 @@ class ThreadLane(Lane):
         with ledger.lock:
             self._end(transfer, chunk, end_s, error)
         if error is None and self._checksum:
-            error = crc_error(chunk, buffer.view[: chunk.length])
+            error = checksum_error(chunk, buffer.view[: chunk.length])
         if error is not None:
             with ledger.lock:
                 fill.fail(error)

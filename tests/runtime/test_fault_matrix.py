@@ -6,9 +6,11 @@ is over on disk before backward begins, so that every tensor really comes back f
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import gc
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -375,5 +377,86 @@ def test_a_disk_that_hangs_in_forward(start: Callable[..., Step], lane: LaneKind
         step.forward_to_disk()
     disk.let_go()
     gc.collect()
+    step.run()
+    step.check_nothing_is_left()
+
+
+# -- the user's own exceptions -----------------------------------------------------------------------------------------
+
+
+class UserError(Exception):
+    """What the caller's own code raises."""
+
+
+@contextlib.contextmanager
+def failing_at(call: int) -> Iterator[None]:
+    """The matrix product number ``call`` raises, and the step with it."""
+    calls = itertools.count(1)
+    run_node = fx.Interpreter.run_node
+
+    def run_or_fail(interpreter: fx.Interpreter, node: fx.Node) -> Any:
+        if node.target is torch.ops.aten.mm.default and next(calls) == call:
+            raise UserError
+        return run_node(interpreter, node)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fx.Interpreter, "run_node", run_or_fail)
+        with pytest.raises(UserError):
+            yield
+
+
+@by_lane
+@pytest.mark.parametrize("call", range(1, 4))
+def test_an_exception_in_forward(start: Callable[..., Step], lane: LaneKind, call: int) -> None:
+    """With writes under way."""
+    step = start(FaultyDisk(Fault("write", None, Late(0.001))), lane)
+    with failing_at(call):
+        step.forward()
+    step.check_nothing_is_left()
+    step.run()
+    step.check_nothing_is_left()
+
+
+@by_lane
+@pytest.mark.parametrize("call", range(1, 6))
+def test_an_exception_in_backward(start: Callable[..., Step], lane: LaneKind, call: int) -> None:
+    """With reads under way."""
+    step = start(FaultyDisk(Fault("read", None, Late(0.001))), lane)
+    loss = step.forward_to_disk()
+    with failing_at(call):
+        loss.backward()
+    assert all(weight.grad is None for weight in step.weights)
+    del loss
+    step.check_nothing_is_left()
+    step.run()
+    step.check_nothing_is_left()
+
+
+@by_lane
+@pytest.mark.parametrize("kind", ["hook of the loss", "hook of a weight", "hook after accumulation", "hook of saving"])
+def test_an_exception_in_a_hook(start: Callable[..., Step], lane: LaneKind, kind: str) -> None:
+    def fail(*arguments: Any) -> None:
+        raise UserError
+
+    step = start(FaultyDisk(), lane)
+    weight = step.weights[1]
+    if kind == "hook of saving":
+        with pytest.raises(UserError), torch.autograd.graph.saved_tensors_hooks(fail, lambda packed: packed):
+            step.forward()
+    else:
+        loss = step.forward_to_disk()
+        if kind == "hook of the loss":
+            handle = loss.register_hook(fail)
+        elif kind == "hook of a weight":
+            handle = weight.register_hook(fail)
+        else:
+            handle = weight.register_post_accumulate_grad_hook(fail)
+        with pytest.raises(UserError):
+            loss.backward()
+        handle.remove()
+        del loss
+        for weight in step.weights:
+            weight.grad = None
+    step.check_nothing_is_left()
     step.run()
     step.check_nothing_is_left()

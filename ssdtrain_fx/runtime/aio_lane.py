@@ -121,6 +121,9 @@ class AioLane(Lane):
             self._stop(failure)
             raise
 
+    def hurry(self, fill: Fill) -> None:
+        self._reads = collections.deque(sorted(self._reads, key=lambda read: read.fill is not fill))
+
     def make_progress(self) -> None:
         if self._closing:
             return

@@ -261,6 +261,7 @@ class Engine:
         with ledger.lock:
             lane.make_progress()
             if fill.unissued:
+                lane.hurry(fill)
                 start_s = self._clock()
                 patience = self._patience()
                 try:

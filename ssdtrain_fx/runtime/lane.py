@@ -56,6 +56,10 @@ class Lane(abc.ABC):
         """Have the chunks of ``fill`` brought back. Needs the lock."""
 
     @abc.abstractmethod
+    def hurry(self, fill: Fill) -> None:
+        """Somebody waits for ``fill``: it goes before all that has not begun. Needs the lock."""
+
+    @abc.abstractmethod
     def close(self, patience: Patience) -> bool:
         """Finish what was begun and drop the rest. The ledger is closed already.
 

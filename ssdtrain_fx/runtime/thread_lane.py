@@ -6,8 +6,8 @@ lock. For CPU tensors :mod:`ssdtrain_fx.runtime.aio_lane` is preferred where it 
 
 Guarantees:
 
-* Order of importance: reads, because a ``wait`` will need them; copies out of tensors, because a ``release`` will;
-  writes. Each queue is first in, first out.
+* Order of importance: reads that somebody waits for; reads, because a ``wait`` will need them; copies out of tensors,
+  because a ``release`` will; writes. Each queue is first in, first out.
 * No thread waits for a staging buffer while it holds one, and copies leave one buffer to reads. So a staged write can
   always go on, each write frees a buffer, and nothing stops for ever.
 * A failed write loses nothing: the buffer goes back to the pool only after its bytes are in ordinary memory.
@@ -73,6 +73,9 @@ class ThreadLane(Lane):
                 self._reads.append((fill, chunk))
         self._start_threads()
         self._work.notify(len(fill.entry.chunks))
+
+    def hurry(self, fill: Fill) -> None:
+        self._reads = collections.deque(sorted(self._reads, key=lambda read: read[0] is not fill))
 
     def begin_copies(self) -> None:
         if not self.mover.enqueues:

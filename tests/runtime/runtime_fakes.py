@@ -37,6 +37,8 @@ class MemoryFile:
         self.read_begun = threading.Semaphore(0)
         self.write_count = 0
         self.read_count = 0
+        self.begun: list[tuple[str, int]] = []
+        """Every transfer in the order of its beginning: "read" or "write", and the offset."""
         self.closed = False
         self.aio: FakeAio
         self._lock = threading.Lock()
@@ -63,6 +65,7 @@ class MemoryFile:
     def write(self, data: memoryview, offset_bytes: int) -> None:
         with self._lock:
             index, self.write_count = self.write_count, self.write_count + 1
+            self.begun.append(("write", offset_bytes))
         self.write_begun.release()
         assert self.writes_may_go_on.wait(60)
         error = self.write_error(index)
@@ -74,6 +77,7 @@ class MemoryFile:
     def read(self, data: memoryview, offset_bytes: int) -> None:
         with self._lock:
             index, self.read_count = self.read_count, self.read_count + 1
+            self.begun.append(("read", offset_bytes))
         self.read_begun.release()
         assert self.reads_may_go_on.wait(60)
         error = self.read_error(index)

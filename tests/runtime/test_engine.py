@@ -144,6 +144,37 @@ def test_release_waits_for_the_last_copy_and_counts_it(file: MemoryFile, directo
         assert torch.equal(fetch(engine, token, torch.arange(1536)), torch.arange(1536))
 
 
+def test_what_somebody_waits_for_goes_first(file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One transfer at a time. A write is held; queued are two more writes, and reloads of a, b and c in this order.
+
+    Then somebody waits for c: c is read first, then the other reloads, and the writes come last.
+    """
+    monkeypatch.setattr("ssdtrain_fx.runtime.movers.CpuMover.thread_count", 1)
+    with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
+        file.aio.depth = 1
+        originals = [torch.arange(512) * factor for factor in (1, 2, 3)]
+        tokens = [offload(engine, original.clone()) for original in originals]
+        engine.wait_until_idle()
+        file.begun.clear()
+        file.writes_may_go_on.clear()
+        held = [engine.offload(torch.arange(512), name) for name in "xyz"]
+        while file.begun != [("write", 3 * 4096)]:
+            assert len(file.begun) <= 1
+        a, b, c = (engine.reload(token, (512,), (1,), torch.int64, torch.device("cpu")) for token in tokens)
+        waiter = threading.Thread(target=engine.wait, args=(c, tokens[2]))
+        waiter.start()
+        while not (engine._ledger.progress._waiters or file.aio.blocked.is_set()):
+            assert waiter.is_alive()
+        file.writes_may_go_on.set()
+        waiter.join(60)
+        engine.wait_until_idle()
+        assert file.begun[1:] == [("read", 8192), ("read", 0), ("read", 4096), ("write", 16384), ("write", 20480)]
+        for y, token, original in zip((a, b, c), tokens, originals, strict=True):
+            engine.wait(y, token)
+            assert torch.equal(y, original)
+        del held
+
+
 def test_queued_writes_are_cancelled_when_the_token_dies(file: MemoryFile, directory: str) -> None:
     with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
         file.aio.depth = 2

@@ -18,6 +18,7 @@ from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 
 Inner = Literal["inductor", "aot_eager"]
 Policy = Literal["auto", "all"]
+Replan = Literal["off", "auto"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,11 @@ class OffloadConfig:
     """What to plan for: a profile, or the path of one that ``ssdtrain-fx probe --json`` wrote. None: this machine,
     which is measured in a few seconds when it is not known yet."""
 
+    replan: Replan = "off"
+    """``auto`` plans and compiles a step again when the disk has been 1.5 times faster or slower than planned for
+    several steps, at most every ten minutes. Off by default: a compilation in the middle of a training run may take a
+    minute, and what would hold up the step stays in memory anyway. Graphs with dynamic shapes keep their plan."""
+
     io: IOPath = "auto"
     """``posix`` goes through host memory by threads, ``kvikio`` straight from GPU to file; ``auto`` takes the
     faster one of those that work. ``aio`` moves CPU tensors by Linux native AIO, without threads: less processor time,
@@ -79,6 +85,7 @@ class OffloadConfig:
         object.__setattr__(self, "ssd_dir", _paths(self.ssd_dir))
         _require_choice("inner", self.inner, get_args(Inner))
         _require_choice("policy", self.policy, get_args(Policy))
+        _require_choice("replan", self.replan, get_args(Replan))
         _require_choice("io", self.io, get_args(IOPath))
         _require_int("min_tensor_bytes", self.min_tensor_bytes, minimum=0)
         for name in ("memory_budget_bytes", "host_budget_bytes"):

@@ -9,9 +9,12 @@ from typing import Any
 from torch import fx
 
 from ssdtrain_fx.aot_eager import compile_with_aot_eager
-from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.replan import Drift, ReplanningStep, has_static_shapes
 from ssdtrain_fx.runtime.directory import check_directories
+from ssdtrain_fx.runtime.ops import statistics
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,12 +73,23 @@ def ssdtrain(
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, mode: str | None) -> Any:
+    if config.inner == "aot_eager" and mode is not None:
+        raise ConfigError(
+            f"mode={mode!r} is a setting of Inductor, and inner='aot_eager' does not use it. "
+            "Leave mode out, or use inner='inductor'."
+        )
+    if config.replan == "off" or not has_static_shapes(example_inputs):
+        return _compile_once(gm, example_inputs, config, mode)
+
+    def compile_for(gm: fx.GraphModule, inputs: Sequence[Any], hardware: Hardware) -> Any:
+        return _compile_once(gm, inputs, dataclasses.replace(config, hardware=hardware), mode)
+
+    drift = Drift(config.load_hardware(device_of(example_inputs)))
+    return ReplanningStep(gm, example_inputs, compile_for, drift, statistics).run
+
+
+def _compile_once(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, mode: str | None) -> Any:
     if config.inner == "aot_eager":
-        if mode is not None:
-            raise ConfigError(
-                f"mode={mode!r} is a setting of Inductor, and inner='aot_eager' does not use it. "
-                "Leave mode out, or use inner='inductor'."
-            )
         return compile_with_aot_eager(gm, example_inputs, config)
     # Importing Inductor takes a second or more; nobody pays for it who does not use it.
     from ssdtrain_fx.inductor import compile_with_inductor

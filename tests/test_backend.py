@@ -43,6 +43,7 @@ def test_an_unknown_option_lists_the_valid_ones() -> None:
     [
         ("inner", "eager", "one of 'inductor', 'aot_eager'"),
         ("policy", "some", "one of 'auto', 'all'"),
+        ("replan", "on", "one of 'off', 'auto'"),
         ("io", "gds", "one of 'auto', 'posix', 'aio', 'kvikio'"),
         ("min_tensor_bytes", -1, "at least 0"),
         ("min_tensor_bytes", "1MiB", "an integer number of bytes"),

@@ -1,0 +1,212 @@
+"""A step on a disk that is slower than the plan thinks, against the step that keeps everything in memory.
+
+    python benchmarks/slow_disk.py --model gpt2 --layers 12 --hidden 384 --batch 8 --sequence 512 --slower 10
+
+The plan is made for this machine as it is. Then every read and write of the spill file is held up until the disk is as
+many times slower. Variants, one step each in turns, so that what else the machine does cancels out:
+
+    inductor            keeps everything
+    as planned          the disk as it is
+    slower              the slow disk; what would hold up the step stays in memory
+    slower, all moved   the slow disk; what was planned is moved, whatever it costs
+
+A ratio is the median of the ratios within the rounds, the first ones not counted: they compile, and show the engine
+what the disk does. Exit code 1 if losses or gradients are not those of plain Inductor, to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from ssdtrain_fx import OffloadConfig, Statistics, backend, zoo
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.probe import load_hardware
+from ssdtrain_fx.runtime import ops
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.directory import check_directories
+from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.engines import Engines
+from ssdtrain_fx.runtime.spill_file import SpillFile
+from ssdtrain_fx.units import format_bytes
+
+WARM_UP_ROUNDS = 3
+
+
+class SlowFile(SpillFile):
+    """A spill file on a disk with the rates of ``hardware`` divided by ``slower``; both directions share its time."""
+
+    def __init__(self, directory: str, hardware: Hardware, slower: float) -> None:
+        super().__init__(directory)
+        self._write_s_per_byte = slower / hardware.write.bytes_per_s
+        self._read_s_per_byte = slower / hardware.read.bytes_per_s
+        self._free_at_s = 0.0
+        self._lock = threading.Lock()
+
+    def write(self, data: memoryview, offset_bytes: int) -> None:
+        over_s = self._reserve(len(data) * self._write_s_per_byte)
+        super().write(data, offset_bytes)
+        time.sleep(max(0.0, over_s - time.perf_counter()))
+
+    def read(self, data: memoryview, offset_bytes: int) -> None:
+        over_s = self._reserve(len(data) * self._read_s_per_byte)
+        super().read(data, offset_bytes)
+        time.sleep(max(0.0, over_s - time.perf_counter()))
+
+    def _reserve(self, duration_s: float) -> float:
+        with self._lock:
+            self._free_at_s = max(self._free_at_s, time.perf_counter()) + duration_s
+            return self._free_at_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    name: str
+    config: OffloadConfig | None = None
+    """None: plain Inductor."""
+    slow: bool = False
+    admission: bool = True
+
+
+@dataclasses.dataclass(slots=True)
+class Runner:
+    """One variant with a model of its own."""
+
+    variant: Variant
+    model: nn.Module
+    compiled: Callable[..., Tensor]
+    step_s: list[float] = dataclasses.field(default_factory=list[float])
+    done: Statistics = dataclasses.field(default_factory=Statistics)
+    """Of the last step."""
+
+    def step(self, batch: Sequence[Tensor], seed: int) -> list[Tensor]:
+        """Loss and gradients."""
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+        before = ops.statistics()
+        start_s = time.perf_counter()
+        loss = self.compiled(*batch)
+        loss.backward()
+        self.step_s.append(time.perf_counter() - start_s)
+        self.done = ops.statistics().since(before)
+        return [loss.detach(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
+
+
+def variants_of(max_slowdown: float, hardware: Hardware, ssd_dir: str) -> list[Variant]:
+    """Engines are told apart by their configuration, so the limits differ by a hair."""
+    names = ("as planned", "slower", "slower, all moved")
+    configs = [
+        OffloadConfig(max_slowdown=max_slowdown + 1e-9 * number, hardware=hardware, ssd_dir=ssd_dir)
+        for number in range(len(names))
+    ]
+    return [
+        Variant(name="inductor"),
+        Variant(name=names[0], config=configs[0]),
+        Variant(name=names[1], config=configs[1], slow=True),
+        Variant(name=names[2], config=configs[2], slow=True, admission=False),
+    ]
+
+
+def slow_engines(variants: Sequence[Variant], hardware: Hardware, slower: float) -> Engines:
+    """Engines that know by their configuration which disk they have."""
+    by_engine_config = {variant.config.engine_config(): variant for variant in variants if variant.config is not None}
+
+    def open_engine(config: EngineConfig, handles: Iterator[int]) -> Engine:
+        variant = by_engine_config[config]
+        if not variant.admission:
+            config = dataclasses.replace(config, max_stall_share=None)
+        if not variant.slow:
+            return Engine(config, handles=handles)
+        return Engine(config, handles=handles, open_file=lambda directories: SlowFile(directories[0], hardware, slower))
+
+    return Engines(open_engine)
+
+
+def render_table(runners: Sequence[Runner], title: str) -> Table:
+    base = runners[0].step_s[WARM_UP_ROUNDS:]
+    table = Table(title=title)
+    for column in ("", "step (median)", "ratio", "moved", "stayed", "stalls, last step"):
+        table.add_column(column, justify="left" if not column else "right")
+    for runner in runners:
+        step_s = runner.step_s[WARM_UP_ROUNDS:]
+        table.add_row(
+            runner.variant.name,
+            f"{1e3 * statistics.median(step_s):,.0f} ms",
+            f"{statistics.median(one / other for one, other in zip(step_s, base, strict=True)):.3f}",
+            format_bytes(runner.done.bytes_written),
+            format_bytes(runner.done.kept_for_time_bytes),
+            f"{1e3 * runner.done.stall_s:,.0f} ms",
+        )
+    return table
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--model", choices=list(zoo.MODELS), default="gpt2")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=8, help=f"the first {WARM_UP_ROUNDS} do not count")
+    parser.add_argument("--max-slowdown", type=float, default=0.1)
+    parser.add_argument("--slower", type=float, default=10.0, help="how many times slower than planned the disk is")
+    parser.add_argument("--ssd-dir", help="directory on the SSD")
+    chosen = parser.parse_args(arguments)
+    if chosen.rounds <= WARM_UP_ROUNDS:
+        parser.error(f"--rounds must be more than {WARM_UP_ROUNDS}: the first ones do not count.")
+    if chosen.slower < 1:
+        parser.error("--slower must be at least 1: no disk gets faster by being held up.")
+    return chosen
+
+
+def main(arguments: list[str]) -> int:
+    chosen = parse_arguments(arguments)
+    (directory, *_) = check_directories(chosen.ssd_dir)
+    hardware = load_hardware("cpu", directory)
+    sizes: dict[str, Any] = {name: getattr(chosen, name) for name in ("layers", "hidden", "batch", "sequence", "vocab")}
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    model, make_batch = zoo.build(chosen.model, **sizes)
+    variants = variants_of(chosen.max_slowdown, hardware, directory)
+    ops._engines = slow_engines(variants, hardware, chosen.slower)
+    runners: list[Runner] = []
+    for variant in variants:
+        own = copy.deepcopy(model)
+        compiler: Any = "inductor" if variant.config is None else backend(variant.config)
+        runners.append(Runner(variant, own, torch.compile(own, backend=compiler)))
+    generator = torch.Generator().manual_seed(1)
+    console = Console()
+    same = True
+    for round_number in range(chosen.rounds):
+        batch = make_batch(generator)
+        expected: list[Tensor] = []
+        for runner in runners:
+            found = runner.step(batch, round_number)
+            expected = expected or found
+            same = same and all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+            line = f"round {round_number}  {runner.variant.name:18} {1e3 * runner.step_s[-1]:9,.0f} ms"
+            console.print(line, style="dim", highlight=False)
+    title = f"{chosen.model}, a disk {chosen.slower:g} times slower than planned"
+    console.print(render_table(runners, title))
+    console.print(f"losses, gradients: {'equal' if same else 'DIFFERENT'}")
+    ops.close()
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

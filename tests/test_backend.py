@@ -117,8 +117,9 @@ def test_several_directories(tmp_path: Path) -> None:
     config = OffloadConfig(ssd_dir=["/fast", Path("/faster")])
     assert config == OffloadConfig(ssd_dir=("/fast", Path("/faster")))
     assert hash(config)
-    argument = config.engine_config().to_argument()
-    assert EngineConfig.from_argument(argument) == EngineConfig(ssd_dir=("/fast", "/faster"))
+    engine = config.engine_config()
+    assert engine.ssd_dir == ("/fast", "/faster")
+    assert EngineConfig.from_argument(engine.to_argument()) == engine
     with pytest.raises(ConfigError, match="directory 2 of 2 in ssd_dir is"):
         backend(OffloadConfig(ssd_dir=[tmp_path, tmp_path / "missing"]))
 

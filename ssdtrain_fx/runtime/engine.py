@@ -383,6 +383,7 @@ class Engine:
             left_over = self._describe_transfers()
             ledger.trash.extend(ledger.entries.values())
             ledger.entries.clear()
+            ledger.residents.clear()
             ledger.dead_handles.clear()
         ledger.tidy()
         if not unfinished:

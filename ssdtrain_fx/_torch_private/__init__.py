@@ -42,6 +42,7 @@ __all__ = [
     "StorageWeakRef",
     "aot_autograd",
     "compile_apart",
+    "fake_on",
     "functorch_config_patch",
     "is_saved_descriptor",
     "leaves_by_path",
@@ -76,6 +77,11 @@ def leaves_by_path(value: object) -> dict[str, Any]:
 def storage_key(tensor: torch.Tensor) -> int:
     """An identity shared by all (fake) tensors that view one storage. Valid while one of them is alive."""
     return cast(int, StorageWeakRef(tensor.untyped_storage()).cdata)
+
+
+def fake_on(device: torch.device, value: torch.Tensor, fake_mode: FakeTensorMode) -> FakeTensor:
+    """What a tensor on ``meta`` would be on ``device``, which need not exist. Both share their storage."""
+    return FakeTensor(fake_mode, value, device)
 
 
 def size_hint(size: int | torch.SymInt) -> int:

@@ -13,6 +13,7 @@ from ssdtrain_fx.cli.doctor import doctor
 from ssdtrain_fx.cli.explain import explain
 from ssdtrain_fx.cli.probe import probe
 from ssdtrain_fx.cli.rok import rok
+from ssdtrain_fx.cli.run_pass import run_one_pass
 
 app = typer.Typer(
     help="Activations on SSD for torch.compile: same gradients to the bit, lower peak memory.",
@@ -39,3 +40,4 @@ def _main(
 
 for command in (bench, demo, doctor, explain, probe, rok):
     app.command()(command)
+app.command("pass")(run_one_pass)

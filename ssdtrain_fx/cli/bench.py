@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Literal, cast, get_args
 
 import typer
 from rich.progress import Progress
 
 from ssdtrain_fx.bench import BASE, count_steps, measure, render_table, to_json
-from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, JsonTarget, progress_columns
+from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, JsonTarget, parse_options, progress_columns
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.measure import Run, Step, Variant, WorkerError, choose_device
 from ssdtrain_fx.runtime.directory import check_directories
@@ -67,7 +67,7 @@ def bench(
             if name not in valid:
                 raise typer.BadParameter(f"{name!r} is not one of {', '.join(valid)}.", param_hint=hint)
     try:
-        chosen_options = _parse_options(options or [])
+        chosen_options = parse_options(options or [])
         if ssd_dir:
             chosen_options["ssd_dir"] = [str(path.resolve()) for path in ssd_dir]
         OffloadConfig.from_options(chosen_options)
@@ -111,21 +111,3 @@ def bench(
     if any(result.run.variant == "ssdtrain" and not result.equals(results[0]) for result in results):
         console.print("[bold red]ssdtrain does not agree with plain Inductor to the bit.[/]")
         raise typer.Exit(EXIT_DIFFERENT)
-
-
-def _parse_options(pairs: list[str]) -> dict[str, Any]:
-    """`NAME=VALUE` each, the value as JSON; what is not JSON is taken as text.
-
-    Raises:
-        ValueError: there is no "=".
-    """
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        name, separator, value = pair.partition("=")
-        if not separator:
-            raise ValueError(f"--option {pair!r} has no '='; expected NAME=VALUE.")
-        try:
-            options[name] = json.loads(value)
-        except json.JSONDecodeError:
-            options[name] = value
-    return options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -67,3 +68,21 @@ class JsonTarget:
         elif self._path is not None:
             self._path.write_text(text.rstrip("\n") + "\n")
             self.console.print(f"JSON: {self._path.resolve()}", highlight=False, soft_wrap=True, markup=False)
+
+
+def parse_options(pairs: list[str]) -> dict[str, Any]:
+    """`NAME=VALUE` each, the value as JSON; what is not JSON is taken as text.
+
+    Raises:
+        ValueError: there is no "=".
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise ValueError(f"--option {pair!r} has no '='; expected NAME=VALUE.")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return options

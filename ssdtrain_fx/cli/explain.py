@@ -13,6 +13,7 @@ from ssdtrain_fx.cli.common import EXIT_FAILED, load_callable
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import BudgetError, ConfigError
 from ssdtrain_fx.report import explain as explain_model
+from ssdtrain_fx.save_graphs import save_joint_graphs
 from ssdtrain_fx.zoo import MODELS, build
 
 
@@ -32,6 +33,10 @@ def explain(
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Plan for this profile (from probe --json), not this machine."),
     ] = None,
+    save_graph: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Write the graph before any pass, for ssdtrain-fx pass and bug reports."),
+    ] = None,
     optimal: Annotated[bool, typer.Option("--optimal", help="Also solve exactly: how far is the plan off?")] = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, help="Write the plans here, one per graph.")
@@ -46,6 +51,8 @@ def explain(
     Exit code: 0 done, 2 wrong usage, 3 the model cannot be traced or the budget cannot be met.
     """
     console = Console()
+    if save_graph is not None and not save_graph.parent.is_dir():
+        raise typer.BadParameter(f"The directory of {save_graph} does not exist.", param_hint="--save-graph")
     sizes = {"layers": layers, "hidden": hidden, "batch": batch, "sequence": sequence, "vocab": vocab}
     try:
         if ":" in model:
@@ -59,6 +66,11 @@ def explain(
         max_slowdown=max_slowdown, memory_budget_bytes=memory_budget_bytes, hardware=hardware, inner="inductor"
     )
     try:
+        if save_graph is not None:
+            with console.status("tracing"):
+                saved = save_joint_graphs(save_graph, module, *inputs)
+            for path in saved:
+                console.print(f"Graph: {path.resolve()}", highlight=False, soft_wrap=True, markup=False)
         with console.status("tracing"):
             report = explain_model(module, *inputs, config=config)
     except (ConfigError, BudgetError) as error:

@@ -7,6 +7,8 @@ from ssdtrain_fx.errors import (
     BudgetError,
     ConfigError,
     InternalError,
+    PassError,
+    PolicyError,
     SSDTrainError,
     StalledDiskError,
 )
@@ -21,6 +23,8 @@ __all__ = [
     "ConfigError",
     "InternalError",
     "OffloadConfig",
+    "PassError",
+    "PolicyError",
     "Report",
     "RokCurve",
     "RokOutcome",

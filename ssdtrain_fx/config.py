@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -13,11 +13,14 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.function_names import cache_name
 from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes.policy import Policy
+from ssdtrain_fx.passes.run_custom_passes import JointPass
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 
 Inner = Literal["inductor", "aot_eager"]
-Policy = Literal["auto", "all"]
+PolicyName = Literal["auto", "all"]
 Replan = Literal["off", "auto"]
 
 
@@ -39,8 +42,14 @@ class OffloadConfig:
     min_tensor_bytes: int = 1 << 20
     """Storages smaller than this stay in memory."""
 
-    policy: Policy = "auto"
-    """``auto`` moves what lowers the peak and costs little; ``all`` offloads every eligible storage at any cost."""
+    policy: PolicyName | Policy = "auto"
+    """``auto`` moves what lowers the peak and costs little; ``all`` offloads every eligible storage at any cost; a
+    function decides for itself (:mod:`ssdtrain_fx.passes.policy`). Compile caches are used with functions that are
+    defined at the top level of a module."""
+
+    passes: Sequence[JointPass] = ()
+    """Functions from a ``ScheduledJointGraph`` to one, which run in this order before anything is planned. Compile
+    caches as for ``policy``."""
 
     recompute: bool = True
     """With ``policy="auto"``: make storages again in backward where that lowers the peak further, or costs less time,
@@ -84,7 +93,9 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ssd_dir", _paths(self.ssd_dir))
         _require_choice("inner", self.inner, get_args(Inner))
-        _require_choice("policy", self.policy, get_args(Policy))
+        if not callable(self.policy):
+            _require_choice("policy", self.policy, get_args(PolicyName), or_else="a function")
+        object.__setattr__(self, "passes", _functions("passes", self.passes))
         _require_choice("replan", self.replan, get_args(Replan))
         _require_choice("io", self.io, get_args(IOPath))
         _require_int("min_tensor_bytes", self.min_tensor_bytes, minimum=0)
@@ -152,6 +163,17 @@ class OffloadConfig:
                 f"({error}); expected the path of a profile that `ssdtrain-fx probe --json` wrote."
             ) from error
 
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """What the user wrote: the policy, if it is a function, and the passes."""
+        return (self.policy, *self.passes) if callable(self.policy) else tuple(self.passes)
+
+    def cache_key(self) -> str:
+        """Names everything that a plan depends on here. Equal in every process, or, with functions that have no stable
+        name, never the same again."""
+        plain = dataclasses.replace(self, policy="auto" if callable(self.policy) else self.policy, passes=())
+        return f"{plain!r} {callable(self.policy)} {[cache_name(function) for function in self.functions]}"
+
     def engine_config(self) -> EngineConfig:
         """The part that the runtime needs; it travels inside the compiled graph."""
         return EngineConfig(
@@ -192,9 +214,17 @@ def _wrong(name: str, found: object, expected: str) -> ConfigError:
     return ConfigError(f"Option {name!r} of backend 'ssdtrain' is {found!r}; expected {expected}.")
 
 
-def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _require_choice(name: str, value: object, choices: tuple[str, ...], *, or_else: str = "") -> None:
     if value not in choices:
-        raise _wrong(name, value, "one of " + ", ".join(map(repr, choices)))
+        expected = "one of " + ", ".join(map(repr, choices))
+        raise _wrong(name, value, f"{expected}, or {or_else}" if or_else else expected)
+
+
+def _functions(name: str, value: object) -> tuple[Callable[..., Any], ...]:
+    functions = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else (None,)
+    if not all(callable(function) for function in functions):
+        raise _wrong(name, cast(object, value), "a sequence of functions")
+    return tuple(cast("Sequence[Callable[..., Any]]", functions))
 
 
 def _require_int(name: str, value: object, *, minimum: int) -> None:

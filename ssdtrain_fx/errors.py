@@ -19,6 +19,14 @@ class BudgetError(SSDTrainError):
         self.floor_bytes = floor_bytes
 
 
+class PolicyError(SSDTrainError, ValueError):
+    """A policy decided what would give wrong gradients, or what the graph has no place for. Nothing was rewritten."""
+
+
+class PassError(SSDTrainError, ValueError):
+    """A custom pass returned a graph that cannot be compiled as this training step."""
+
+
 class ActivationLostError(SSDTrainError, RuntimeError):
     """A saved tensor cannot be read back. Raised before any gradient is produced from it."""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,13 @@ from ssdtrain_fx import _torch_private
 from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.dry_run import compile_to_zeros
+from ssdtrain_fx.function_names import display_name, stable_name
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.joint_graph import join, split
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
+
+log = logging.getLogger(__name__)
 
 Observer = Callable[[OffloadedStep], None]
 
@@ -78,7 +82,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
 
     def uuid(self) -> str:
         inner = self.inner.uuid() if self.inner is not None else None
-        return f"ssdtrain_fx {_source_hash()} {self.config!r} {self.hardware.digest()} {inner!r}"
+        return f"ssdtrain_fx {_source_hash()} {self.config.cache_key()} {self.hardware.digest()} {inner!r}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,6 +177,7 @@ def compile_with_inductor(
     observe: Observer | None = None,
 ) -> Any:
     """What ``torch.compile(backend="inductor", mode=mode)`` does, with offloading."""
+    _warn_about_nameless(config)
     private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT)
     patches: dict[str, Any] = {
         "custom_partitioner_fn": OffloadPartitioner(config, device_of(example_inputs), observe),
@@ -186,6 +191,16 @@ def compile_with_inductor(
         return halves(gm, example_inputs, **kwargs)
 
     return private.compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+
+
+def _warn_about_nameless(config: OffloadConfig) -> None:
+    nameless = [display_name(function) for function in config.functions if stable_name(function) is None]
+    if nameless:
+        log.warning(
+            "compile caches are not used: %s could be another function next time. Define it at the top level of a "
+            "module, without a closure, to use them.",
+            ", ".join(nameless),
+        )
 
 
 def trace_with_inductor(

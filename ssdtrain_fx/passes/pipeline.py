@@ -1,9 +1,10 @@
 """The pipeline, on one screen: from a partitioned training step to one that offloads.
 
-join -> analyse -> copy_out_views -> analyse
+join -> run_custom_passes -> analyse -> copy_out_views -> analyse
      -> pose_problem -> plan_offloads                                  without recomputation,
      -> propose_recomputations, and for each set of them:              and with it
             insert_recomputations -> analyse -> pose_problem -> plan_offloads
+        or apply_policy, where the user gives a policy
      -> the best of these plans: insert_offloads -> verify_offloads -> split
 """
 
@@ -20,6 +21,7 @@ from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.analysis import Analysis, analyse
+from ssdtrain_fx.passes.apply_policy import apply_policy
 from ssdtrain_fx.passes.choose_recomputations import propose_recomputations
 from ssdtrain_fx.passes.copy_out_views import copy_out_views
 from ssdtrain_fx.passes.find_recomputations import Recomputation
@@ -28,6 +30,8 @@ from ssdtrain_fx.passes.insert_recomputations import insert_recomputations
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, join, split
 from ssdtrain_fx.passes.plan import Plan
 from ssdtrain_fx.passes.plan_offloads import add_recomputations, plan_offloads, pose_problem
+from ssdtrain_fx.passes.policy import Budget
+from ssdtrain_fx.passes.run_custom_passes import run_custom_passes
 from ssdtrain_fx.passes.transfer_problem import TransferProblem
 from ssdtrain_fx.passes.verify_offloads import verify_offloads
 from ssdtrain_fx.units import format_bytes
@@ -68,14 +72,17 @@ def offload_saved_tensors(
 
     Raises:
         BudgetError: ``memory_budget_bytes`` is out of reach.
+        PolicyError: a policy of the user decided what is not legal.
+        PassError: a pass of the user returned what cannot be compiled.
         InternalError: the rewritten graph breaks an invariant.
     """
     joint = join(forward, backward, num_forward_outputs=num_forward_outputs)
     before = joint.text() if with_text else ""
+    joint = run_custom_passes(joint, config.passes)
     analysis = _analyse(joint, config, hardware)
     copied_out = copy_out_views(joint, analysis.alias_sets, analysis.candidates)
-    changed = copied_out is not joint
-    if changed:
+    changed = copied_out is not joint or bool(config.passes)
+    if copied_out is not joint:
         analysis = _analyse(copied_out, config, hardware)
     planned = _choose(analysis, config, hardware)
     joint, plan = planned.analysis.joint, planned.plan
@@ -130,6 +137,9 @@ def _choose(analysis: Analysis, config: OffloadConfig, hardware: Hardware) -> _P
         BudgetError: none of them meets the budget.
     """
     problem = pose_problem(analysis, hardware=hardware)
+    if callable(config.policy):
+        budget = Budget(max_slowdown=config.max_slowdown, memory_budget_bytes=config.memory_budget_bytes)
+        return _Planned(analysis, problem, apply_policy(config.policy, analysis, problem, budget))
     proposed: Sequence[tuple[Recomputation, ...]] = ()
     if config.recompute and config.policy == "auto":
         proposed = propose_recomputations(analysis, problem, hardware=hardware, inner=config.inner)

@@ -47,7 +47,6 @@ def plan_offloads(
         BudgetError: no placement brings the predicted peak under the budget.
     """
     floor = floor_bytes(problem)
-    before = _find_peak(analysis, {})
     reason_not_moved = KEPT_ELSEWHERE
     if move_all:
         choice = choose_all(problem)
@@ -57,7 +56,7 @@ def plan_offloads(
             raise BudgetError(
                 floor,
                 f"memory_budget_bytes is {memory_budget_bytes}, but the predicted activation peak of this graph cannot "
-                f"get below {floor} bytes (without offloading: {before.size_bytes}). "
+                f"get below {floor} bytes (without offloading: {_find_peak(analysis, {}).size_bytes}). "
                 "Raise the budget to at least that, or lower the batch size or min_tensor_bytes.",
             )
         choice, reason_not_moved = found, KEPT_FITS
@@ -65,16 +64,36 @@ def plan_offloads(
         choice = choose_lowest_peak(problem, max_slowdown=max_slowdown)
         if choice.peak_bytes > floor:
             reason_not_moved = KEPT_TIME
-    simulation = choice.simulation
+    return describe_plan(analysis, problem, choice, reason_not_moved=reason_not_moved, reasons={})
+
+
+def describe_plan(
+    analysis: Analysis,
+    problem: TransferProblem,
+    choice: Choice,
+    *,
+    reason_not_moved: str,
+    reasons: Mapping[str, str],
+) -> Plan:
+    """The plan that makes ``choice``, in words and numbers.
+
+    Args:
+        reasons: why storages that could move stay, by name; ``reason_not_moved`` for all others.
+    """
     movables = {movable.idx: movable for movable in problem.movables}
+    simulation = choice.simulation
     return Plan(
         storages=tuple(
-            _describe_storage(candidate, analysis, _decide(candidate, choice, movables, reason_not_moved))
+            describe_storage(
+                candidate,
+                analysis,
+                _decide(candidate, choice, movables, reasons.get(_main_node(candidate).name, reason_not_moved)),
+            )
             for candidate in analysis.candidates
         ),
-        peak_before=before,
+        peak_before=_find_peak(analysis, {}),
         peak_after=_find_peak(analysis, choice.placements),
-        floor_bytes=floor,
+        floor_bytes=floor_bytes(problem),
         step_s=problem.step_s,
         exposed_s=simulation.exposed_s,
         recompute_s=problem.recompute_s,
@@ -118,7 +137,7 @@ def add_recomputations(plan: Plan, analysis: Analysis, recomputations: Sequence[
     positions = {node.name: position for node, position in analysis.joint.positions().items()}
     candidates = {candidate.storage.idx: candidate for candidate in analysis.candidates}
     recomputed = [
-        _describe_storage(
+        describe_storage(
             candidates[recomputation.storage_idx],
             analysis,
             Recompute(
@@ -213,7 +232,8 @@ def _main_node(candidate: Candidate) -> fx.Node:
     return candidate.representative or candidate.saved_nodes[0]
 
 
-def _describe_storage(candidate: Candidate, analysis: Analysis, decision: Decision) -> SavedStorage:
+def describe_storage(candidate: Candidate, analysis: Analysis, decision: Decision) -> SavedStorage:
+    """What is known about the storage of ``candidate``, and ``decision`` about it."""
     node = _main_node(candidate)
     value = node.meta["val"]
     interval = analysis.intervals.get(candidate.storage.idx)

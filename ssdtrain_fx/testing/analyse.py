@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ssdtrain_fx.config import PolicyName
 from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.passes.alias_sets import AliasSets, find_alias_sets
 from ssdtrain_fx.passes.analysis import Analysis
+from ssdtrain_fx.passes.apply_policy import apply_policy
 from ssdtrain_fx.passes.candidates import Candidate, find_candidates
 from ssdtrain_fx.passes.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.liveness import find_live_intervals
 from ssdtrain_fx.passes.plan import Plan
 from ssdtrain_fx.passes.plan_offloads import plan_offloads, pose_problem
+from ssdtrain_fx.passes.policy import Budget, Policy
+from ssdtrain_fx.passes.verify_offloads import verify_offloads
 from ssdtrain_fx.testing.capture import CapturedStep
 
 _ENGINE = "{}"
@@ -61,12 +65,19 @@ class GraphAnalysis:
     def plan(
         self,
         *,
-        policy: str = "all",
+        policy: PolicyName | Policy = "all",
         disk: float = 1024,
         max_slowdown: float = 0.0,
         budget_bytes: int | None = None,
     ) -> Plan:
-        """Every node takes a second; ``disk`` bytes go either way meanwhile. No copies, no staging."""
+        """What ``policy`` decides when every node takes a second, and ``disk`` bytes go either way meanwhile.
+
+        No copies, no staging, no recomputation.
+
+        Raises:
+            PolicyError: a decision is not legal.
+            BudgetError: ``budget_bytes`` is out of reach.
+        """
         known = Analysis(
             joint=self.joint,
             alias_sets=self.alias_sets,
@@ -74,17 +85,27 @@ class GraphAnalysis:
             intervals=find_live_intervals(self.joint.graph, self.alias_sets),
             node_s=(1.0,) * len(self.joint.graph.nodes),
         )
+        problem = pose_problem(known, hardware=toy_hardware(disk))
+        if callable(policy):
+            budget = Budget(max_slowdown=max_slowdown, memory_budget_bytes=budget_bytes)
+            return apply_policy(policy, known, problem, budget)
         return plan_offloads(
             known,
-            pose_problem(known, hardware=toy_hardware(disk)),
+            problem,
             move_all=policy == "all",
             max_slowdown=max_slowdown,
             memory_budget_bytes=budget_bytes,
         )
 
     def rewrite(self, plan: Plan) -> ScheduledJointGraph:
-        """Execute the plan on ``joint`` itself, which is returned for convenience."""
-        return insert_offloads(self.joint, self.alias_sets, plan, self.candidates, engine=_ENGINE)
+        """Execute the plan on ``joint`` itself, which is returned for convenience, and verify what came out.
+
+        Raises:
+            InternalError: the plan does not belong to this graph, or the rewritten graph breaks an invariant.
+        """
+        insert_offloads(self.joint, self.alias_sets, plan, self.candidates, engine=_ENGINE)
+        verify_offloads(self.joint)
+        return self.joint
 
     def candidate(self, name: str) -> Candidate:
         """The candidate that has a saved node of this name.

@@ -1,0 +1,166 @@
+"""Four threads offload, reload and drop at random on a disk with random faults; a dictionary knows what must be true.
+
+Rules only hand out work. ``settle`` waits for it and compares; so up to then everything happens at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import torch
+from faulty_disk import Effect, Fail, Fault, FaultyDisk, Flip, LaneKind, Late, Operation, Short
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
+from runtime_fakes import fetch, offload
+from torch import Tensor
+
+from ssdtrain_fx.errors import ActivationLostError
+from ssdtrain_fx.runtime.engine import Engine
+
+THREADS = 4
+
+effects = st.one_of(
+    st.sampled_from([errno.EIO, errno.ENOSPC, errno.ESTALE]).map(Fail),
+    st.sampled_from([0, 4096]).map(Short),
+    st.just(Late(0.001)),
+)
+damage = st.builds(Flip, st.integers(0, 4095), st.integers(1, 255))
+threads = st.integers(0, THREADS - 1)
+
+
+class Operations(RuleBasedStateMachine):
+    """One engine, and what was given to it."""
+
+    lane: ClassVar[LaneKind]
+    tensors: Bundle[int] = Bundle("tensors")
+
+    @initialize(buffers=st.sampled_from([2, 3, 8]))
+    def open(self, buffers: int) -> None:
+        self.resources = contextlib.ExitStack()
+        self.disk = FaultyDisk()
+        self.disk.chunk_bytes = 8192
+        directory = tempfile.gettempdir()
+        self.engine: Engine = self.resources.enter_context(
+            self.disk.engine(self.lane, directory, checksum=True, host_budget_bytes=8192 * buffers)
+        )
+        self.workers = [self.resources.enter_context(ThreadPoolExecutor(1)) for _ in range(THREADS)]
+        self.tokens: dict[int, Future[Tensor]] = {}
+        self.values: dict[int, Tensor] = {}
+        self.pending: list[Future[Any]] = []
+        self.reload_count = self.offloaded_bytes = self.reloaded_bytes = self.lost_count = 0
+        self.all_were_waited_for = True
+
+    @rule(target=tensors, thread=threads, elements=st.sampled_from([0, 1, 512, 1024, 1100, 3000]))
+    def offload(self, thread: int, elements: int) -> int:
+        key = len(self.values)
+        value = self.values[key] = torch.arange(elements) + 10_000 * key
+        self.offloaded_bytes += value.nbytes
+        self.tokens[key] = self.workers[thread].submit(offload, self.engine, value.clone(), f"tensor_{key}")
+        return key
+
+    @rule(thread=threads, key=tensors)
+    def reload(self, thread: int, key: int) -> None:
+        value = self.values[key]
+        self.reload_count += 1
+        self.reloaded_bytes += value.nbytes
+        self.pending.append(self.workers[thread].submit(self._reload, self.tokens[key], value))
+
+    @rule(thread=threads, key=tensors)
+    def reload_in_vain(self, thread: int, key: int) -> None:
+        """Nobody waits for what comes back, as after an exception."""
+        value = self.values[key]
+        self.reload_count += 1
+        self.reloaded_bytes += value.nbytes
+        self.all_were_waited_for = False
+        self.pending.append(self.workers[thread].submit(self._reload_in_vain, self.tokens[key], value))
+
+    @rule(key=consumes(tensors))
+    def drop(self, key: int) -> None:
+        del self.tokens[key]
+
+    @rule(operation=st.sampled_from(["write", "read"]), ahead=st.integers(0, 3), effect=effects | damage)
+    def break_transfer(self, operation: Operation, ahead: int, effect: Effect) -> None:
+        self.disk.faults.append(Fault(operation, self.disk.counts[operation] + ahead, effect))
+
+    @rule(ahead=st.integers(0, 3))
+    def break_growth(self, ahead: int) -> None:
+        self.disk.faults.append(Fault("grow", self.disk.counts["grow"] + ahead, Fail(errno.ENOSPC)))
+
+    @rule()
+    def settle(self) -> None:
+        for future in (*self.tokens.values(), *self.pending):
+            future.result()
+        self.lost_count += sum(future.result() is False for future in self.pending)
+        self.pending.clear()
+        for worker in self.workers:
+            worker.submit(int).result()  # it holds what it worked on until then
+        self.engine.wait_until_idle()
+        self._check_statistics()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        with self.resources:
+            self.settle()
+            damaged_writes = any(f.operation == "write" and isinstance(f.effect, Flip) for f in self.disk.faults)
+            self.disk.faults.clear()
+            if not damaged_writes:  # whatever else went wrong, the data is there
+                self._check_data()
+            self.tokens.clear()
+            self.engine.wait_until_idle()
+            statistics = self.engine.statistics()
+            assert (statistics.slots_in_use, statistics.slot_bytes_in_use) == (0, 0)
+            for lane in self.engine._lanes.values():
+                assert lane.pool.available == lane.pool.buffer_limit
+
+    def _check_data(self) -> None:
+        for key, token in self.tokens.items():
+            assert torch.equal(fetch(self.engine, token.result(), self.values[key]), self.values[key])
+
+    def _reload(self, token: Future[Tensor], value: Tensor) -> bool:
+        """Whether the data came back."""
+        try:
+            found = fetch(self.engine, token.result(), value)
+        except ActivationLostError:
+            return False
+        assert torch.equal(found, value)
+        return True
+
+    def _reload_in_vain(self, token: Future[Tensor], value: Tensor) -> None:
+        self.engine.reload(token.result(), value.size(), value.stride(), value.dtype, value.device)
+
+    def _check_statistics(self) -> None:
+        statistics = self.engine.statistics()
+        struck = [operation for operation, _ in self.disk.struck]
+        assert (statistics.offloads, statistics.reloads) == (len(self.values), self.reload_count)
+        assert statistics.in_flight_bytes == 0
+        assert statistics.slots_in_use == sum(self.values[key].nbytes > 0 for key in self.tokens)
+        out_bytes = statistics.bytes_written + statistics.kept_bytes + statistics.cancelled_bytes
+        assert out_bytes == self.offloaded_bytes
+        back_bytes = statistics.bytes_read + statistics.forwarded_bytes
+        assert back_bytes <= self.reloaded_bytes
+        if not self.lost_count and self.all_were_waited_for:
+            assert back_bytes == self.reloaded_bytes
+        if not struck:
+            assert self.lost_count == statistics.kept_bytes == 0
+
+
+class OperationsByAio(Operations):
+    lane = "aio"
+
+
+class OperationsByThreads(Operations):
+    lane = "threads"
+
+
+many = settings(max_examples=500, stateful_step_count=20, deadline=None)
+
+TestByAio = OperationsByAio.TestCase
+TestByAio.settings = many
+TestByThreads = OperationsByThreads.TestCase
+TestByThreads.settings = many

@@ -1,18 +1,21 @@
 """How fast, and for how much CPU time, bytes get between page-aligned memory and a file, by each way there is.
 
-    python benchmarks/io.py --ssd-dir /mnt/nvme --size-mib 512 --rounds 7 --json io.json
+    python benchmarks/io.py --ssd-dir /mnt/nvme --size-mib 1024 --rounds 7 --json io.json
 
-Ways: `threads` are two Python threads with `pwrite` and `preadv`, as the thread lane has them; `aio` is native AIO, as
-the AIO lane has it; each on pages of 4 KiB and on huge pages, with blocks of 16 MiB and of 2 MiB. `fio` with io_uring
-is the reference where it is installed. All use O_DIRECT on one preallocated file. Every round runs every way once, in
-turns, and a ratio is the median of the ratios within the rounds, so that what else the machine does cancels out. CPU
-time is that of the process; what the kernel does in interrupts is in nobody's.
+Ways: `threads` are Python threads with `pwrite` and `preadv`, as the thread lane has them; `aio` is native AIO, as the
+AIO lane has it; each on pages of 4 KiB and on huge pages. The reference is `fio` where it is installed, on pages of
+4 KiB, with io_uring, or with libaio where the system refuses io_uring. All use O_DIRECT on a preallocated file of the
+same file system, with as many blocks in flight as the name says. Every round runs every way once, in turns, and a ratio
+is the median of the ratios within the rounds, so that what else the machine does cancels out. CPU time is that of the
+process; what the kernel does in interrupts is in nobody's, and what io_uring leaves to threads of the kernel is not in
+fio's.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import ctypes
 import dataclasses
 import datetime
@@ -32,14 +35,13 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from ssdtrain_fx.reference_rates import FIO_ENGINES
 from ssdtrain_fx.runtime.aio import READ, WRITE, AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.directory import check_directories, file_system_type
 from ssdtrain_fx.runtime.spill_file import SpillFile
 
 MIB = 1 << 20
 HUGE_PAGE_BYTES = 2 * MIB
-IN_FLIGHT_BYTES = 32 * MIB
-THREAD_COUNT = 2
 
 Engine = Literal["threads", "aio", "fio"]
 Direction = Literal["write", "read"]
@@ -49,13 +51,22 @@ DIRECTIONS: tuple[Direction, ...] = ("write", "read")
 @dataclasses.dataclass(frozen=True, slots=True)
 class Way:
     engine: Engine
+    in_flight: int
+    """Threads, or the depth of the queue."""
     block_mib: int
     huge_pages: bool = False
+    fio_engine: str = ""
 
     @property
     def name(self) -> str:
-        pages = "" if self.engine == "fio" else ", huge pages" if self.huge_pages else ", 4 KiB pages"
-        return f"{self.engine}, {self.block_mib} MiB{pages}"
+        shape = f"{self.in_flight} x {self.block_mib} MiB"
+        if self.engine == "fio":
+            return f"fio {self.fio_engine}, {shape}"
+        return f"{self.engine}, {shape}, {'huge' if self.huge_pages else '4 KiB'} pages"
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return self.in_flight * self.block_mib * MIB
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,18 +95,18 @@ def run_threads(file: SpillFile, way: Way, direction: Direction, size_bytes: int
 
     def work(number: int) -> None:
         data = memory.view[number * block : (number + 1) * block]
-        for offset in range(number * block, size_bytes, THREAD_COUNT * block):
+        for offset in range(number * block, size_bytes, way.in_flight * block):
             transfer(data, offset)
 
-    with concurrent.futures.ThreadPoolExecutor(THREAD_COUNT) as pool:
-        for future in [pool.submit(work, number) for number in range(THREAD_COUNT)]:
+    with concurrent.futures.ThreadPoolExecutor(way.in_flight) as pool:
+        for future in [pool.submit(work, number) for number in range(way.in_flight)]:
             future.result()
 
 
 def run_aio(file: SpillFile, way: Way, direction: Direction, size_bytes: int, memory: Memory, aio: KernelAio) -> None:
     block = way.block_mib * MIB
     opcode = WRITE if direction == "write" else READ
-    free = list(range(max(2, IN_FLIGHT_BYTES // block)))
+    free = list(range(way.in_flight))
     in_use: dict[int, int] = {}
     for cookie in range(1, size_bytes // block + 1):
         if not free:
@@ -117,9 +128,9 @@ def _take_answers(aio: KernelAio, in_use: dict[int, int], free: list[int], block
 
 
 def run_fio(path: Path, way: Way, direction: Direction, size_bytes: int) -> Sample:
-    depth = max(2, IN_FLIGHT_BYTES // (way.block_mib * MIB))
     command = ["fio", "--name=io", f"--filename={path}", f"--rw={direction}", f"--bs={way.block_mib}m"]
-    command += [f"--size={size_bytes}", f"--iodepth={depth}", "--ioengine=io_uring", "--direct=1", "--invalidate=0"]
+    command += [f"--size={size_bytes}", f"--iodepth={way.in_flight}", f"--ioengine={way.fio_engine}"]
+    command += ["--direct=1", "--invalidate=0", "--fallocate=none"]
     output = subprocess.run([*command, "--output-format=json"], check=True, capture_output=True, text=True).stdout
     job = json.loads(output)["jobs"][0]
     seconds = job[direction]["runtime"] / 1e3
@@ -127,10 +138,24 @@ def run_fio(path: Path, way: Way, direction: Direction, size_bytes: int) -> Samp
     return Sample(job[direction]["io_bytes"] / seconds, cpu_s / (size_bytes / 1e9))
 
 
+def find_fio_engine(directory: Path) -> str | None:
+    """The first engine of fio that works here: kernels and containers may refuse io_uring."""
+    if shutil.which("fio") is None:
+        return None
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="ssdtrain-io-") as file:
+        os.posix_fallocate(file.fileno(), 0, 2 * MIB)
+        for engine in FIO_ENGINES:
+            with contextlib.suppress(subprocess.CalledProcessError, ValueError, KeyError, ZeroDivisionError):
+                run_fio(Path(file.name), Way("fio", 1, 1, fio_engine=engine), "write", 2 * MIB)
+                return engine
+    return None
+
+
 def measure(directory: str, ways: list[Way], size_bytes: int, rounds: int) -> dict[tuple[Way, Direction], list[Sample]]:
     """Samples by round. Raises OSError when a transfer fails."""
     samples: dict[tuple[Way, Direction], list[Sample]] = {(way, verb): [] for way in ways for verb in DIRECTIONS}
-    memories = {huge: Memory(IN_FLIGHT_BYTES, huge_pages=huge) for huge in {way.huge_pages for way in ways}}
+    memory_bytes = max(way.in_flight_bytes for way in ways)
+    memories = {huge: Memory(memory_bytes, huge_pages=huge) for huge in {way.huge_pages for way in ways}}
     file = SpillFile(directory)
     aio = KernelAio() if any(way.engine == "aio" for way in ways) else None
     fio_file = tempfile.NamedTemporaryFile(dir=directory, prefix="ssdtrain-io-")  # noqa: SIM115 - closed below
@@ -180,17 +205,17 @@ def summarise(samples: dict[tuple[Way, Direction], list[Sample]], base: Way) -> 
 
 
 def render(rows: list[dict[str, Any]], base: Way) -> Table:
-    table = Table(title=f"Ratios are to {base.name}")
+    table = Table(title=f"Ratios are to {base.name}; core %: share of one core per GB/s")
     table.add_column("", no_wrap=True)
     for direction in DIRECTIONS:
-        for column in ("GB/s", "ratio", "CPU s/GB"):
-            table.add_column(f"{direction}\n{column}", justify="right")
+        for column in ("GB/s", "ratio", "core %"):
+            table.add_column(f"{direction}\n{column}", justify="right", no_wrap=True)
     for name in dict.fromkeys(row["way"] for row in rows):
         cells = [
             text
             for row in rows
             if row["way"] == name
-            for text in (f"{row['gb_per_s']:.2f}", f"{row['throughput_ratio']:.2f}", f"{row['cpu_s_per_gb']:.3f}")
+            for text in (f"{row['gb_per_s']:.2f}", f"{row['throughput_ratio']:.2f}", f"{100 * row['cpu_s_per_gb']:.1f}")
         ]
         table.add_row(name, *cells)
     return table
@@ -202,12 +227,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--ssd-dir", help="directory on the SSD")
-    parser.add_argument("--size-mib", type=int, default=512, help="size of the file; a multiple of 16")
+    parser.add_argument("--size-mib", type=int, default=512, help="size of the file; a multiple of 64")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="where the numbers go as JSON")
     chosen = parser.parse_args(arguments)
-    if chosen.size_mib < 32 or chosen.size_mib % 16:
-        parser.error("--size-mib must be a multiple of 16, and at least 32.")
+    if chosen.size_mib < 64 or chosen.size_mib % 64:
+        parser.error("--size-mib must be a multiple of 64, and at least 64.")
     if chosen.rounds < 1:
         parser.error("--rounds must be at least 1.")
     try:
@@ -226,11 +251,15 @@ def main(arguments: list[str]) -> int:
         engines.append("aio")
     except AioUnavailableError as reason:
         console.print(f"Without native AIO: {reason}", highlight=False)
-    ways = [Way(engine, block, huge) for engine in engines for block in (16, 2) for huge in (False, True)]
-    base = Way("threads", 16, huge_pages=True)
-    if shutil.which("fio"):
-        ways += [Way("fio", block) for block in (16, 2)]
-        base = Way("fio", 16)
+    shapes = ((4, 16), (2, 2))  # what fio is compared at, and what the lanes do
+    ways = [Way(engine, *shape, huge_pages=huge) for engine in engines for shape in shapes for huge in (False, True)]
+    base = Way("threads", 4, 16, huge_pages=True)
+    fio_engine = find_fio_engine(Path(chosen.ssd_dir))
+    if fio_engine is None:
+        console.print("Without fio: it is not installed, or fails with every engine.", highlight=False)
+    else:
+        ways += [Way("fio", *shape, fio_engine=fio_engine) for shape in shapes]
+        base = next(way for way in ways if way.engine == "fio")
     try:
         samples = measure(chosen.ssd_dir, ways, chosen.size_mib * MIB, chosen.rounds)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -43,7 +43,7 @@ from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.runtime.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
 from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover
 from ssdtrain_fx.runtime.lane import BLOCK_S, Lane
-from ssdtrain_fx.runtime.layout import copy_elements, copy_with_layout, movable, same_layout, span_elements
+from ssdtrain_fx.runtime.layout import copy_elements, copy_with_layout, movable, same_layout, span_bytes
 from ssdtrain_fx.runtime.ledger import Entry, Fill, Ledger, lost
 from ssdtrain_fx.runtime.movers import CpuMover
 from ssdtrain_fx.runtime.patience import Clock, Patience
@@ -134,11 +134,12 @@ class Engine:
             raise InternalError(f"offload({name!r}): expected a strided tensor, got layout {x.layout}")
         lane = self._lane(x.device.type)
         source = movable(x.detach())
-        byte_count = span_elements(source.size(), source.stride()) * source.element_size()
+        byte_count = span_bytes(source)
         entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
         handle = next(self._handles)
         owner = Owner(handle, ledger.dead_handles)
         entry.owner = weakref.ref(owner)
+        token = make_token(owner)
         with ledger.lock:
             ledger.check_usable(name)
             ledger.drain()
@@ -154,7 +155,7 @@ class Engine:
         if moves:
             lane.begin_copies()
         ledger.tidy()
-        return make_token(owner)
+        return token
 
     @traced
     def release(self, token: Tensor, x: Tensor) -> Tensor:
@@ -208,7 +209,7 @@ class Engine:
         """
         ledger = self._ledger
         entry = self._entry("reload", token)
-        stride = entry.stride if stride is None else stride
+        stride = entry.stride if stride is None else tuple(stride)
         dtype = entry.dtype if dtype is None else dtype
         if tuple(size) != entry.size or dtype != entry.dtype or device.type != entry.device.type:
             raise InternalError(

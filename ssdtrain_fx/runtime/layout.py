@@ -26,9 +26,16 @@ def span_elements(size: Sequence[int], stride: Sequence[int]) -> int:
     return span
 
 
+def span_bytes(x: Tensor) -> int:
+    """Bytes from the first to the last element of ``x``, holes included."""
+    return x.nbytes if x.is_contiguous() else span_elements(x.size(), x.stride()) * x.element_size()
+
+
 def same_layout(size: Sequence[int], stride: Sequence[int], other_stride: Sequence[int]) -> bool:
     """Whether both strides name the same elements; the stride of a dimension of size 1 means nothing."""
-    return all(length <= 1 or step == other for length, step, other in zip(size, stride, other_stride, strict=True))
+    return stride == other_stride or all(
+        length <= 1 or step == other for length, step, other in zip(size, stride, other_stride, strict=True)
+    )
 
 
 def movable(x: Tensor) -> Tensor:

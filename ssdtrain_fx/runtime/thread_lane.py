@@ -11,6 +11,8 @@ Guarantees:
 * No thread waits for a staging buffer while it holds one, and copies leave one buffer to reads. So a staged write can
   always go on, each write frees a buffer, and nothing stops for ever.
 * A failed write loses nothing: the buffer goes back to the pool only after its bytes are in ordinary memory.
+* An op wakes one thread, whatever it brings: each thread that wakes takes the interpreter lock from the computing one.
+  Who takes a task and leaves others wakes the next one.
 * The threads are daemons, started with the first chunk and joined by :meth:`ThreadLane.close`, unless the disk hangs.
 """
 
@@ -62,7 +64,7 @@ class ThreadLane(Lane):
         self._copies.extend(entry.chunks)
         self._start_threads()
         if not self.mover.enqueues:  # else the caller starts them itself
-            self._work.notify(len(entry.chunks))
+            self._work.notify()
 
     def enlist_reads(self, fill: Fill) -> None:
         self._begin_fill(fill)
@@ -72,7 +74,7 @@ class ThreadLane(Lane):
             else:
                 self._reads.append((fill, chunk))
         self._start_threads()
-        self._work.notify(len(fill.entry.chunks))
+        self._work.notify()
 
     def hurry(self, fill: Fill) -> None:
         self._reads = collections.deque(sorted(self._reads, key=lambda read: read[0] is not fill))
@@ -151,6 +153,8 @@ class ThreadLane(Lane):
             task = self._next_landed() or self._next_read() or self._next_copy() or self._next_write()
             task = task or self._next_sync()
             if task is not None or self._ledger.trash or self._ledger.trim_wanted:
+                if self._reads or self._copies or self._writes:
+                    self._work.notify()
                 return task or _nothing
             self._work.wait()
         return None

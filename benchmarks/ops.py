@@ -1,0 +1,147 @@
+"""What the four ops cost the thread that computes, apart from the copies, which others do.
+
+    python benchmarks/ops.py --ssd-dir /mnt/nvme --count 500 --json ops.json
+
+Each tensor goes out and comes back through `torch.ops.ssdtrain`, as compiled code calls it. Before every call the
+thread multiplies matrices until the engine is idle, so that `release` and `wait` find nothing to wait for. It does not
+sleep, since a processor that was idle starts slowly. What is left is the dispatcher, Python, memory for the tensor that
+comes back, locks, and waking an I/O thread. `CPU` is the processor time of the thread for all four: what is above it in
+`all four` is waiting, for a processor or for the interpreter lock, which the woken thread takes when an op returns.
+
+The target is less than 30 us per tensor. Run it on an idle machine: with more processes than cores, caches are cold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ssdtrain_fx.runtime import ops
+from ssdtrain_fx.runtime.config import EngineConfig, IOPath
+from ssdtrain_fx.runtime.directory import check_directories
+
+OPS = ("offload", "release", "reload", "wait")
+TARGET_S = 30e-6
+WARM_UP = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """One tensor. ``seconds`` are those of each op, in the order of ``OPS``; ``cpu_s`` is of all together."""
+
+    seconds: tuple[float, ...]
+    cpu_s: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds)
+
+
+def measure(config: EngineConfig, size_bytes: int, count: int) -> list[Sample]:
+    """One sample per tensor. Raises OSError or ConfigError when the directory cannot be used."""
+    argument = config.to_argument()
+    engine = ops._engines.open(argument)
+    offload, release, reload, wait = (getattr(torch.ops.ssdtrain, name).default for name in OPS)
+    x = torch.empty(size_bytes // 4).uniform_()
+    size, stride, dtype, device = x.size(), x.stride(), x.dtype, x.device
+    a, b = torch.randn(128, 128), torch.empty(128, 128)
+
+    def timed(op: Callable[..., Tensor], *arguments: object) -> tuple[Tensor, float, float]:
+        torch.mm(a, a, out=b)
+        while engine.statistics().in_flight_bytes:  # which also drives native AIO
+            torch.mm(a, a, out=b)
+        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
+        result = op(*arguments)
+        return result, time.perf_counter() - start_s, time.thread_time() - start_cpu_s
+
+    samples: list[Sample] = []
+    for _ in range(WARM_UP + count):
+        token, *of_offload = timed(offload, x, stride, "benchmark", argument)
+        kept, *of_release = timed(release, token, x)
+        ticket, *of_reload = timed(reload, kept, size, stride, dtype, device)
+        y, *of_wait = timed(wait, ticket, size, stride, dtype, device)
+        seconds, cpu_s = zip(of_offload, of_release, of_reload, of_wait, strict=True)
+        samples.append(Sample(seconds, sum(cpu_s)))
+        del token, kept, ticket, y
+    return samples[WARM_UP:]
+
+
+def summarise(samples: list[Sample], size_bytes: int) -> dict[str, Any]:
+    """Medians over the tensors."""
+    row: dict[str, Any] = {"size_mib": size_bytes / (1 << 20)}
+    for index, name in enumerate(OPS):
+        row[f"{name}_us"] = statistics.median(sample.seconds[index] for sample in samples) * 1e6
+    row["total_us"] = statistics.median(sample.total_s for sample in samples) * 1e6
+    row["cpu_us"] = statistics.median(sample.cpu_s for sample in samples) * 1e6
+    return row
+
+
+def render(rows: list[dict[str, Any]]) -> Table:
+    table = Table("MiB", *OPS, "all four", "CPU", title="Median µs per tensor on the computing thread")
+    for row in rows:
+        figures = (row[f"{name}_us"] for name in (*OPS, "total", "cpu"))
+        table.add_row(f"{row['size_mib']:g}", *(f"{figure:.1f}" for figure in figures))
+    return table
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Time of the four ops on the computing thread.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--ssd-dir", help="directory on the SSD")
+    parser.add_argument("--io", choices=("posix", "aio"), default="posix")
+    parser.add_argument("--count", type=int, default=300, help="tensors of each kind")
+    parser.add_argument("--json", type=Path, help="where the numbers go as JSON")
+    chosen = parser.parse_args(arguments)
+    if chosen.count < 1:
+        parser.error("--count must be at least 1.")
+    try:
+        chosen.ssd_dir = check_directories(chosen.ssd_dir)[0]
+    except ValueError as error:
+        parser.error(str(error))
+    return chosen
+
+
+def main(arguments: list[str]) -> int:
+    chosen = parse_arguments(arguments)
+    io: IOPath = chosen.io
+    torch.set_num_threads(1)  # threads that meet after every product would be what is measured
+    config = EngineConfig(ssd_dir=chosen.ssd_dir, io=io)
+    rows = [
+        summarise(measure(config, size_bytes, chosen.count), size_bytes) for size_bytes in (1 << 20, 2 << 20, 8 << 20)
+    ]
+    console = Console()
+    console.print(render(rows))
+    worst_us = max(row["total_us"] for row in rows)
+    console.print(f"Target: below {TARGET_S * 1e6:g} µs; the largest is {worst_us:.1f} µs.", highlight=False)
+    if chosen.json is not None:
+        written = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": {"cores": os.cpu_count(), "kernel": platform.release()},
+            "torch": torch.__version__,
+            "io_path": ops.statistics().io_path,
+            "count": chosen.count,
+            "results": rows,
+        }
+        chosen.json.write_text(json.dumps(written, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

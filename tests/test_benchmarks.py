@@ -1,0 +1,54 @@
+"""The programs in ``benchmarks/`` run and say what they measured. Their figures are looked at by people only."""
+
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ssdtrain_fx.runtime.aio import AioUnavailableError, KernelAio
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    def load(name: str) -> ModuleType:
+        specification = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+        assert specification is not None and specification.loader is not None
+        module = importlib.util.module_from_spec(specification)
+        monkeypatch.setitem(sys.modules, specification.name, module)  # dataclasses look their module up
+        specification.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_transfers(load: Callable[[str], ModuleType], ssd_dir: str, tmp_path: Path) -> None:
+    path = tmp_path / "io.json"
+    assert load("io").main(["--ssd-dir", ssd_dir, "--size-mib", "64", "--rounds", "1", "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    engines = {"threads"} | ({"fio"} if shutil.which("fio") else set())
+    try:
+        KernelAio().close()
+        engines.add("aio")
+    except AioUnavailableError:
+        pass
+    assert {row["way"].split(",")[0].split(" ")[0] for row in written["results"]} == engines
+    assert {row["direction"] for row in written["results"]} == {"write", "read"}
+    assert all(row["gb_per_s"] > 0 and row["cpu_s_per_gb"] >= 0 for row in written["results"])
+    assert [row["throughput_ratio"] for row in written["results"] if row["way"] == written["base"]] == [1.0, 1.0]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["io.json"]
+
+
+def test_ops(load: Callable[[str], ModuleType], ssd_dir: str, tmp_path: Path, one_thread: None) -> None:
+    path = tmp_path / "ops.json"
+    assert load("ops").main(["--ssd-dir", ssd_dir, "--count", "3", "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert [row["size_mib"] for row in written["results"]] == [1, 2, 8]
+    for row in written["results"]:
+        assert all(row[f"{name}_us"] > 0 for name in ("offload", "release", "reload", "wait", "total"))

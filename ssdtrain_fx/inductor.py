@@ -12,6 +12,7 @@ the uuids below name everything that the code depends on.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -153,7 +154,11 @@ class _CompileBothHalves:
             if token.name in self.stride_by_token:
                 for node in (reload, *reload.users):
                     node.update_arg(2, list(self.stride_by_token[token.name]))
-        code = private.compile_fx_inner(gm, example_inputs, **kwargs)
+        moves = bool(name_by_token or find(gm.graph, RELOAD))
+        # Inductor would hold a buffer that nobody needs any more for as long as a later one of the same size may take
+        # it over. It judges by its own estimate of the peak, which knows nothing of what is offloaded.
+        with private.settings(allow_buffer_reuse=False) if moves else contextlib.nullcontext():
+            code = private.compile_fx_inner(gm, example_inputs, **kwargs)
         if name_by_token:
             strides = private.offload_strides_in(code, "torch.ops.ssdtrain.offload.default")
             for token_name, name in name_by_token.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from torch import fx
@@ -27,6 +28,7 @@ __all__ = [
     "offload_strides_in",
     "options_of_mode",
     "require_layout_of_outputs",
+    "settings",
 ]
 
 
@@ -38,6 +40,11 @@ def options_of_mode(mode: str) -> dict[str, Any]:
 def current_setting(name: str) -> Any:
     """Value of one of Inductor's settings."""
     return getattr(config, name)
+
+
+def settings(**changes: Any) -> AbstractContextManager[None]:
+    """Change Inductor's settings for a while."""
+    return cast(Any, config).patch(changes)
 
 
 def as_passes(custom_pass: Any) -> tuple[CustomGraphPass, ...]:

@@ -1,6 +1,6 @@
 """The pipeline, on one screen: from a partitioned training step to one that offloads.
 
-join -> run_custom_passes -> analyse -> copy_out_views -> analyse
+join -> run_custom_passes -> sink_matrix_products -> analyse -> copy_out_views -> analyse
      -> pose_problem -> plan_offloads                                  without recomputation,
      -> propose_recomputations, and for each set of them:              and with it
             insert_recomputations -> analyse -> pose_problem -> plan_offloads
@@ -32,6 +32,7 @@ from ssdtrain_fx.passes.plan import Plan
 from ssdtrain_fx.passes.plan_offloads import add_recomputations, plan_offloads, pose_problem
 from ssdtrain_fx.passes.policy import Budget
 from ssdtrain_fx.passes.run_custom_passes import run_custom_passes
+from ssdtrain_fx.passes.sink_matrix_products import sink_matrix_products
 from ssdtrain_fx.passes.transfer_problem import TransferProblem
 from ssdtrain_fx.passes.verify_offloads import verify_offloads
 from ssdtrain_fx.units import format_bytes
@@ -79,6 +80,8 @@ def offload_saved_tensors(
     joint = join(forward, backward, num_forward_outputs=num_forward_outputs)
     before = joint.text() if with_text else ""
     joint = run_custom_passes(joint, config.passes)
+    if config.inner == "inductor":
+        sink_matrix_products(joint)
     analysis = _analyse(joint, config, hardware)
     copied_out = copy_out_views(joint, analysis.alias_sets, analysis.candidates)
     changed = copied_out is not joint or bool(config.passes)

@@ -3,7 +3,7 @@
     python benchmarks/io.py --ssd-dir /mnt/nvme --size-mib 1024 --rounds 7 --json io.json
 
 Ways: `threads` are Python threads with `pwrite` and `preadv`, as the thread lane has them; `aio` is native AIO, as the
-AIO lane has it; each on pages of 4 KiB and on huge pages. The reference is `fio` where it is installed, on pages of
+AIO lane has it; each on small pages (4 KiB) and on huge ones. The reference is `fio` where it is installed, on pages of
 4 KiB, with io_uring, or with libaio where the system refuses io_uring. All use O_DIRECT on a preallocated file of the
 same file system, with as many blocks in flight as the name says. Every round runs every way once, in turns, and a ratio
 is the median of the ratios within the rounds, so that what else the machine does cancels out. CPU time is that of the
@@ -61,8 +61,8 @@ class Way:
     def name(self) -> str:
         shape = f"{self.in_flight} x {self.block_mib} MiB"
         if self.engine == "fio":
-            return f"fio {self.fio_engine}, {shape}"
-        return f"{self.engine}, {shape}, {'huge' if self.huge_pages else '4 KiB'} pages"
+            return f"fio {self.fio_engine} {shape}"
+        return f"{self.engine} {shape} {'huge' if self.huge_pages else 'small'}"
 
     @property
     def in_flight_bytes(self) -> int:

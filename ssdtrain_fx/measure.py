@@ -38,10 +38,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 import ssdtrain_fx
-from ssdtrain_fx import zoo
+from ssdtrain_fx import rivals, zoo
 from ssdtrain_fx.runtime.statistics import Statistics
 
-Variant = Literal["inductor", "ssdtrain", "checkpoint"]
+Variant = Literal["inductor", "ssdtrain", "checkpoint", "budget", "hooks_host", "hooks_disk"]
 Measure = Literal["time", "memory"]
 
 LAYER_CLASSES = frozenset(
@@ -80,7 +80,11 @@ class Run:
     vocab: int = 256
     dropout: float = 0.0
     variant: Variant = "ssdtrain"
-    """`inductor` and `ssdtrain` differ in the backend; `checkpoint` is Inductor with one checkpoint per layer."""
+    """`inductor` and `ssdtrain` differ in the backend; `checkpoint` is Inductor with one checkpoint per layer.
+
+    `budget` is Inductor under torch's `activation_memory_budget`. `hooks_host` and `hooks_disk` are Inductor under
+    saved-tensor hooks: torch's `save_on_cpu`, and `SavedTensorsOnDisk`.
+    """
     measure: Measure = "time"
     text: bool = False
     """Batches are source code of Python's standard library, one byte per token, instead of random numbers."""
@@ -89,7 +93,7 @@ class Run:
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """Options of the ``ssdtrain`` backend."""
+    """Options of the ``ssdtrain`` backend. `hooks_disk` takes `ssd_dir`, `budget` takes `activation_memory_budget`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -387,10 +391,17 @@ def _recorded_peak_rss_bytes() -> int:
 
 
 def _compile(module: nn.Module, run: Run) -> Callable[..., object]:
-    if run.variant != "ssdtrain":
-        return torch.compile(module, backend="inductor", dynamic=False, fullgraph=True)
-    backend = ssdtrain_fx.backend(ssdtrain_fx.OffloadConfig.from_options(run.options))
-    return torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
+    if run.variant == "ssdtrain":
+        backend = ssdtrain_fx.backend(ssdtrain_fx.OffloadConfig.from_options(run.options))
+        return torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
+    compiled = torch.compile(module, backend="inductor", dynamic=False, fullgraph=True)
+    if run.variant == "budget":
+        return rivals.with_activation_budget(compiled, run.options["activation_memory_budget"])
+    if run.variant == "hooks_host":
+        return rivals.with_hooks(compiled, torch.autograd.graph.save_on_cpu(pin_memory=run.device != "cpu"))
+    if run.variant == "hooks_disk":
+        return rivals.with_hooks(compiled, rivals.SavedTensorsOnDisk(run.options.get("ssd_dir")))
+    return compiled
 
 
 def checkpoint_every_layer(module: nn.Module) -> int:

@@ -1,0 +1,204 @@
+"""Peak memory and step time of every way to hold less: at equal peak, who is faster; at equal time, who is smaller?
+
+    python benchmarks/rivals.py --model gpt2            # also bert, t5, llama: a few minutes each
+
+Plain Inductor is the base of all ratios. Against it run
+
+    checkpoint    torch.utils.checkpoint around every layer
+    budget        torch._functorch.config.activation_memory_budget, swept
+    hooks_host    torch.autograd.graph.save_on_cpu
+    hooks_disk    saved-tensor hooks that write to a file in the background (ssdtrain_fx/rivals.py)
+    ssdtrain      this backend, at several max_slowdown
+
+All run under Inductor, one process each, taking turns step by step; memory is measured afterwards, one process at a
+time. On a CPU ``save_on_cpu`` copies from host memory to host memory and can save nothing; it is shown because it is
+what the hook costs. torch's own activation offloading (``enable_activation_offloading``) is missing for that reason: it
+moves marked activations to CPU memory with ``device_put``, and on a CPU that is where they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ssdtrain_fx import bench
+from ssdtrain_fx.cli.common import progress_columns
+from ssdtrain_fx.measure import Run, Step, WorkerError, median_ratio
+from ssdtrain_fx.runtime.directory import check_directories
+from ssdtrain_fx.zoo import MODELS
+
+BUDGETS = (0.0, 0.25, 0.5, 0.75, 1.0)
+MAX_SLOWDOWNS = (0.02, 0.05, 0.1, 0.2)
+TOLERANCE = 0.01
+"""Peaks and times this close count as equal."""
+COLORS = {
+    "inductor": "#555555",
+    "checkpoint": "#1b9e77",
+    "budget": "#7570b3",
+    "hooks_host": "#a6761d",
+    "hooks_disk": "#e7298a",
+    "ssdtrain": "#d95f02",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One variant at one setting, relative to plain Inductor in the same run."""
+
+    variant: str
+    setting: str
+    peak_ratio: float
+    time_ratio: float
+    equal_bits: bool
+
+    @property
+    def label(self) -> str:
+        return f"{self.variant} {self.setting}".strip()
+
+
+def runs_of(run: Run, *, budgets: Sequence[float], max_slowdowns: Sequence[float]) -> list[tuple[str, Run]]:
+    """Every run with its setting in words; plain Inductor first."""
+    runs = [("", dataclasses.replace(run, variant=variant)) for variant in ("inductor", "checkpoint")]
+    for share in budgets:
+        options = {**run.options, "activation_memory_budget": share}
+        runs.append((f"{share:g}", dataclasses.replace(run, variant="budget", options=options)))
+    runs += [("", dataclasses.replace(run, variant=variant)) for variant in ("hooks_host", "hooks_disk")]
+    for share in max_slowdowns:
+        options = {**run.options, "max_slowdown": share}
+        runs.append((f"+{100 * share:g} %", dataclasses.replace(run, variant="ssdtrain", options=options)))
+    return runs
+
+
+def points_of(settings: Sequence[str], results: Sequence[bench.Result]) -> list[Point]:
+    base = results[0]
+    return [
+        Point(
+            variant=result.run.variant,
+            setting=setting,
+            peak_ratio=result.peak_bytes / max(1, base.peak_bytes),
+            time_ratio=median_ratio(result.timed, base.timed),
+            equal_bits=result.equals(base),
+        )
+        for setting, result in zip(settings, results, strict=True)
+    ]
+
+
+def fastest_within(points: Sequence[Point], peak_ratio: float) -> Point | None:
+    """The fastest of ``points`` with no higher peak."""
+    found = [point for point in points if point.peak_ratio <= peak_ratio * (1 + TOLERANCE)]
+    return min(found, key=lambda point: point.time_ratio, default=None)
+
+
+def smallest_within(points: Sequence[Point], time_ratio: float) -> Point | None:
+    """The one of ``points`` with the lowest peak that takes no longer."""
+    found = [point for point in points if point.time_ratio <= time_ratio * (1 + TOLERANCE)]
+    return min(found, key=lambda point: point.peak_ratio, default=None)
+
+
+def render(points: Sequence[Point], title: str) -> Table:
+    """One row per point; for a rival also what this backend does with no more memory, and in no more time."""
+    ours = [point for point in points if point.variant == "ssdtrain"]
+    table = Table(title=title, caption="relative to plain Inductor; - where no setting of ssdtrain gets there")
+    columns = ("", "peak", "time", "bits", "ssdtrain, no higher peak: time", "ssdtrain, no longer: peak")
+    for name in columns:
+        table.add_column(name, justify="left" if not name else "right")
+    for point in points:
+        fastest = smallest = None
+        if point.variant != "ssdtrain":
+            fastest, smallest = fastest_within(ours, point.peak_ratio), smallest_within(ours, point.time_ratio)
+        table.add_row(
+            point.label,
+            f"{point.peak_ratio:.3f}",
+            f"{point.time_ratio:.3f}",
+            "equal" if point.equal_bits else "different",
+            f"{fastest.time_ratio:.3f} ({fastest.setting})" if fastest else "-",
+            f"{smallest.peak_ratio:.3f} ({smallest.setting})" if smallest else "-",
+        )
+    return table
+
+
+def draw(points: Sequence[Point], path: Path, title: str) -> None:
+    """Peak ratio against time ratio: down and to the left is better."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.add_subplot()
+    for variant, color in COLORS.items():
+        mine = sorted(
+            (point.time_ratio, point.peak_ratio, point.setting) for point in points if point.variant == variant
+        )
+        if not mine:
+            continue
+        axes.plot([x for x, _, _ in mine], [y for _, y, _ in mine], marker="o", color=color, label=variant)
+        for x, y, setting in mine:
+            axes.annotate(setting, (x, y), xytext=(5, 5), textcoords="offset points", fontsize=7.5, color=color)
+    axes.axhline(1, color="#cccccc", zorder=0)
+    axes.axvline(1, color="#cccccc", zorder=0)
+    axes.set_title(f"Peak memory against step time, both relative to plain Inductor\n{title}")
+    axes.set_xlabel("step time")
+    axes.set_ylabel("peak memory of a step")
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), default="gpt2")
+    parser.add_argument("--layers", type=int, default=6, help="t5: half of them in the encoder")
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--budgets", type=float, nargs="*", default=BUDGETS)
+    parser.add_argument("--max-slowdowns", type=float, nargs="*", default=MAX_SLOWDOWNS)
+    parser.add_argument("--steps", type=int, default=5, help="rounds; the first one compiles and does not count")
+    parser.add_argument("--ssd-dir", help="directory on the SSD")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/rivals-MODEL.json")
+    parser.add_argument("--png", type=Path, help="default: benchmarks/results/rivals-MODEL.png")
+    chosen = parser.parse_args(arguments)
+    if chosen.steps < 2:
+        parser.error("--steps must be at least 2: the first one compiles.")
+    directories = check_directories(chosen.ssd_dir)
+    sizes = {name: getattr(chosen, name) for name in ("model", "layers", "hidden", "batch", "sequence", "vocab")}
+    run = Run(**sizes, options={} if chosen.ssd_dir is None else {"ssd_dir": chosen.ssd_dir})
+    settings, runs = zip(*runs_of(run, budgets=chosen.budgets, max_slowdowns=chosen.max_slowdowns), strict=True)
+    console = Console()
+    with Progress(*progress_columns(), console=console) as progress:
+        bar = progress.add_task("compiling", total=bench.count_steps(runs, chosen.steps))
+
+        def on_step(run: Run, step: Step) -> None:
+            progress.update(bar, description=f"{run.measure}, {run.variant}, step {step.index + 1}", advance=1)
+
+        try:
+            results = bench.measure(runs, steps=chosen.steps, on_step=on_step)
+        except WorkerError as error:
+            sys.exit(str(error))
+    points = points_of(settings, results)
+    title = f"{run.model}, {run.layers} layers, hidden {run.hidden}, batch {run.batch} x {run.sequence}"
+    console.print(render(points, title))
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    json_path: Path = chosen.json or folder / f"rivals-{run.model}.json"
+    png_path: Path = chosen.png or folder / f"rivals-{run.model}.png"
+    written = {**bench.to_json(results, directories), "points": [dataclasses.asdict(point) for point in points]}
+    json_path.write_text(json.dumps(written, indent=2) + "\n")
+    draw(points, png_path, title)
+    console.print(f"Results: {json_path.resolve()}\nPicture: {png_path.resolve()}", highlight=False, soft_wrap=True)
+    return 0 if all(point.equal_bits for point in points if point.variant == "ssdtrain") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

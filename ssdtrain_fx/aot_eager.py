@@ -37,7 +37,7 @@ def compile_with_aot_eager(
             num_forward_outputs=kwargs["num_fwd_outputs"],
             config=config,
             hardware=config.load_hardware(device_of(example_inputs)),
-            with_text=observe is not None,
+            describe=observe is not None,
         )
         if observe is not None:
             observe(step)

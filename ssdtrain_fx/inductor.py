@@ -75,7 +75,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
             num_forward_outputs=kwargs["num_fwd_outputs"],
             config=self.config,
             hardware=self.hardware,
-            with_text=self.observe is not None,
+            describe=self.observe is not None,
         )
         if self.observe is not None:
             self.observe(step)

@@ -1,4 +1,4 @@
-"""One formatter for people: binary units."""
+"""Formatters for people: bytes in binary units, seconds."""
 
 from __future__ import annotations
 
@@ -12,4 +12,13 @@ def format_bytes(size_bytes: float) -> str:
         rest /= 1024
         if rest < 1024 or unit == "TiB":
             return f"{sign}{rest:.2f} {unit}"
+    raise AssertionError
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.0042 -> "4.20 ms"``; three digits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        scaled = seconds * scale
+        if abs(scaled) >= 1 or unit == "µs":
+            return f"{scaled:.0f} {unit}" if abs(scaled) >= 100 else f"{scaled:.3g} {unit}"
     raise AssertionError

@@ -55,7 +55,7 @@ def rewrite(step: CapturedStep, **options: Any) -> OffloadedStep:
         num_forward_outputs=step.num_forward_outputs,
         config=OffloadConfig(**{"inner": "aot_eager", "min_tensor_bytes": 0, **options}),
         hardware=toy(1e12),
-        with_text=True,
+        describe=True,
     )
 
 

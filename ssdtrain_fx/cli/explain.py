@@ -7,12 +7,13 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
-from ssdtrain_fx.cli.common import EXIT_FAILED, load_callable
+from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, load_callable
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import BudgetError, ConfigError
 from ssdtrain_fx.report import explain as explain_model
+from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, TB
+from ssdtrain_fx.report.table import Sort
 from ssdtrain_fx.save_graphs import save_joint_graphs
 from ssdtrain_fx.zoo import MODELS, build
 
@@ -37,22 +38,32 @@ def explain(
         Path | None,
         typer.Option(dir_okay=False, help="Write the graph before any pass, for ssdtrain-fx pass and bug reports."),
     ] = None,
+    sort: Annotated[Sort, typer.Option(help="Order of the table; order is that of forward.")] = "order",
+    diff: Annotated[bool, typer.Option("--diff", help="Also print what changes in the graph.")] = False,
+    endurance_tbw: Annotated[
+        float, typer.Option(min=1e-6, help="Terabytes that may be written to the drive, from its data sheet.")
+    ] = ASSUMED_ENDURANCE_BYTES / TB,
     optimal: Annotated[bool, typer.Option("--optimal", help="Also solve exactly: how far is the plan off?")] = False,
+    html: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write a page for the browser; it needs no network.")
+    ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write the plans here, one per graph.")
+        Path | None, typer.Option("--json", help="Write the report here (docs/report.md); - prints it.")
     ] = None,
 ) -> None:
     """Show what would be offloaded in one training step, and why not the rest. Nothing is computed or written.
 
     module:callable names a function of yours without arguments, which returns the model and a tuple of its inputs.
 
-    Example: ssdtrain-fx explain gpt2 --layers 12 --hidden 384 --batch 8 --max-slowdown 0.05
+    Example: ssdtrain-fx explain gpt2 --layers 12 --hidden 384 --batch 8 --max-slowdown 0.05 --html plan.html
 
     Exit code: 0 done, 2 wrong usage, 3 the model cannot be traced or the budget cannot be met.
     """
-    console = Console()
-    if save_graph is not None and not save_graph.parent.is_dir():
-        raise typer.BadParameter(f"The directory of {save_graph} does not exist.", param_hint="--save-graph")
+    target = JsonTarget(json_path)
+    console = target.console
+    for path, option in ((save_graph, "--save-graph"), (html, "--html")):
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"The directory of {path} does not exist.", param_hint=option)
     sizes = {"layers": layers, "hidden": hidden, "batch": batch, "sequence": sequence, "vocab": vocab}
     try:
         if ":" in model:
@@ -72,16 +83,19 @@ def explain(
             for path in saved:
                 console.print(f"Graph: {path.resolve()}", highlight=False, soft_wrap=True, markup=False)
         with console.status("tracing"):
-            report = explain_model(module, *inputs, config=config)
+            report = explain_model(module, *inputs, config=config, rated_endurance_bytes=round(endurance_tbw * TB))
     except (ConfigError, BudgetError) as error:
         console.print(str(error), style="bold red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(EXIT_FAILED) from error
-    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+    console.print(report.text(sort), markup=False, highlight=False, soft_wrap=True)
     if optimal:
         for graph in report.graphs:
             with console.status("solving exactly"):
                 line = graph.optimality(config)
             console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if diff:
+        console.print(report.diff(), markup=False, highlight=False, soft_wrap=True)
     if json_path is not None:
-        json_path.write_text("[" + ",\n".join(graph.plan.to_json() for graph in report.graphs) + "]\n")
-        console.print(f"Plans: {json_path.resolve()}", highlight=False, soft_wrap=True, markup=False)
+        target.write(report.to_json())
+    if html is not None:
+        console.print(f"Page: {report.save(html).resolve()}", highlight=False, soft_wrap=True, markup=False)

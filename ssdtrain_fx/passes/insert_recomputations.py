@@ -33,6 +33,10 @@ from ssdtrain_fx.passes.alias_sets import AliasSets
 from ssdtrain_fx.passes.find_recomputations import Recomputation, is_symbol
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 
+COPY_OF = "ssdtrain_copy_of"
+"""Key of the metadata of a node that runs again: names of the original, and of the first member of the storage that it
+is for. Only reports read it."""
+
 
 def insert_recomputations(
     joint: ScheduledJointGraph, alias_sets: AliasSets, recomputations: Sequence[Recomputation]
@@ -66,6 +70,9 @@ def insert_recomputations(
         first_reader = next(node for node in joint.graph.nodes if node in readers)
         with joint.graph.inserting_before(first_reader):
             copies = copy_nodes(joint.graph, recomputation.nodes, alias_sets)
+        made = alias_sets.storages[recomputation.storage_idx].members[0].name
+        for node, copy in copies.items():
+            copy.meta[COPY_OF] = (node.name, made)
         in_backward.update(copies.values())
         for node in on_storage:
             for user in readers.intersection(node.users):

@@ -24,6 +24,7 @@ from ssdtrain_fx.passes.analysis import Analysis, analyse
 from ssdtrain_fx.passes.apply_policy import apply_policy
 from ssdtrain_fx.passes.choose_recomputations import propose_recomputations
 from ssdtrain_fx.passes.copy_out_views import copy_out_views
+from ssdtrain_fx.passes.describe_schedule import ScheduleDescriber, Timeline
 from ssdtrain_fx.passes.find_recomputations import Recomputation
 from ssdtrain_fx.passes.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.insert_recomputations import insert_recomputations
@@ -49,8 +50,10 @@ class OffloadedStep:
     plan: Plan
     problem: TransferProblem
     """What the plan is an answer to."""
+    timeline: Timeline | None
+    """None unless ``describe`` was asked for."""
     joint_before: str
-    """The scheduled joint graph as text, before and after; both empty unless ``with_text`` was asked for."""
+    """The scheduled joint graph as text, before and after; both empty unless ``describe`` was asked for."""
     joint_after: str
 
 
@@ -61,7 +64,7 @@ def offload_saved_tensors(
     num_forward_outputs: int,
     config: OffloadConfig,
     hardware: Hardware,
-    with_text: bool = False,
+    describe: bool = False,
 ) -> OffloadedStep:
     """Rewrite a partitioned training step so that saved tensors leave memory between forward and backward.
 
@@ -69,7 +72,7 @@ def offload_saved_tensors(
         forward, backward: as a partitioner of ``functorch.compile`` returns them; neither is changed.
         num_forward_outputs: how many results of ``forward`` are not saved for backward.
         hardware: what the plan is made for.
-        with_text: also print the graph before and after, which takes seconds for thousands of nodes.
+        describe: also tell the timeline and print the graph before and after: seconds for thousands of nodes.
 
     Raises:
         BudgetError: ``memory_budget_bytes`` is out of reach.
@@ -78,7 +81,7 @@ def offload_saved_tensors(
         InternalError: the rewritten graph breaks an invariant.
     """
     joint = join(forward, backward, num_forward_outputs=num_forward_outputs)
-    before = joint.text() if with_text else ""
+    before = joint.text() if describe else ""
     joint = run_custom_passes(joint, config.passes)
     if config.inner == "inductor":
         sink_matrix_products(joint)
@@ -102,6 +105,7 @@ def offload_saved_tensors(
     )
     for storage in plan.storages:
         log.debug("%s %s%s: %s", storage.name, storage.dtype, list(storage.shape), storage.decision)
+    describer = ScheduleDescriber(analysis, planned.analysis, planned.problem, plan) if describe else None
     if plan.offloaded:
         insert_offloads(
             joint,
@@ -112,12 +116,14 @@ def offload_saved_tensors(
         )
         verify_offloads(joint)
     elif not changed and not plan.recomputed:
-        return OffloadedStep(forward, backward, plan, planned.problem, before, before)
-    after = joint.text() if with_text else ""
+        timeline = describer.timeline() if describer else None
+        return OffloadedStep(forward, backward, plan, planned.problem, timeline, before, before)
+    after = joint.text() if describe else ""
     if log.isEnabledFor(logging.DEBUG):
         log.debug("scheduled joint graph with offloads:\n%s", after or joint.text())
+    timeline = describer.timeline() if describer else None
     new_forward, new_backward = split(joint)
-    return OffloadedStep(new_forward, new_backward, plan, planned.problem, before, after)
+    return OffloadedStep(new_forward, new_backward, plan, planned.problem, timeline, before, after)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from ssdtrain_fx.passes.find_recomputations import Recomputation
 from ssdtrain_fx.passes.liveness import LiveInterval, memory_profile
 from ssdtrain_fx.passes.place_transfers import Choice, choose_all, choose_cheapest, choose_lowest_peak, floor_bytes
 from ssdtrain_fx.passes.plan import Decision, Keep, Offload, Peak, Plan, Recompute, SavedStorage
+from ssdtrain_fx.passes.source_lines import source_line
 from ssdtrain_fx.passes.transfer_problem import Movable, Placements, TransferProblem
 
 KEPT_ELSEWHERE = "the peak is no higher with it in memory"
@@ -195,7 +196,7 @@ def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
         position=position,
         node=nodes[position].name,
         phase="forward" if position < nodes.index(analysis.joint.marker) else "backward",
-        source=_source_line(nodes[position]),
+        source=source_line(nodes[position]),
         largest=tuple(
             (analysis.alias_sets.storages[span.storage_idx].allocator.name, span.size_bytes)
             for span in there[:NUM_LARGEST]
@@ -247,7 +248,7 @@ def describe_storage(candidate: Candidate, analysis: Analysis, decision: Decisio
         device=str(value.device),
         size_bytes=size_bytes,
         is_input=candidate.storage.is_input,
-        source=_source_line(candidate.storage.allocator),
+        source=source_line(candidate.storage.allocator),
         decision=decision,
     )
 
@@ -258,14 +259,3 @@ def _size_of_input(candidate: Candidate) -> int:
         return candidate.storage.hint_bytes
     except ValueError:
         return 0
-
-
-def _source_line(node: fx.Node) -> str:
-    """``file.py:12 code`` of the innermost frame of user code that made the node."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
-    for idx in range(len(lines) - 1, -1, -1):
-        if lines[idx].startswith("File "):
-            path, number = lines[idx].split('"')[1], lines[idx].split("line ")[1].split(",")[0]
-            code = lines[idx + 1] if idx + 1 < len(lines) else ""
-            return f"{path.rsplit('/', 1)[-1]}:{number} {code}".strip()
-    return ""

@@ -21,10 +21,32 @@ import bisect
 import dataclasses
 import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.transfer_problem import Movable, Placements, Step, TransferProblem
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """What one of our ops takes of the compute stream: a copy, the call itself, or a stall."""
+
+    idx: int
+    """The storage."""
+    step: Step
+    begin_s: float
+    end_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transfer:
+    """One storage on one channel. ``staging`` is a reload that never reached the SSD."""
+
+    idx: int
+    channel: Literal["write", "read", "staging"]
+    begin_s: float
+    end_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +68,10 @@ class Simulation:
     forwarded_bytes: int
     """Served from staging, never read."""
     staging_peak_bytes: int
+    events: tuple[Event, ...]
+    """In the order of the compute stream; empty unless they were to be recorded."""
+    transfers: tuple[Transfer, ...]
+    """Writes in their order, then reads in theirs; empty unless they were to be recorded."""
 
     @property
     def peak_bytes(self) -> int:
@@ -56,14 +82,19 @@ class Simulation:
         return sum(self.release_stall_s.values()) + sum(self.wait_stall_s.values())
 
 
-def simulate(problem: TransferProblem, placements: Placements) -> Simulation:
-    """Run the step once with the storages in ``placements`` moved."""
+def simulate(problem: TransferProblem, placements: Placements, *, record: bool = False) -> Simulation:
+    """Run the step once with the storages in ``placements`` moved.
+
+    Args:
+        record: tell every event and every transfer too; the planner, which simulates often, asks for neither.
+    """
     channels = _Channels(problem.hardware)
     left_s: dict[int, float] = {}
     back_s: dict[int, float] = {}
     release_stall_s: dict[int, float] = {}
     wait_stall_s: dict[int, float] = {}
     start_s: list[float] = []
+    recorded: list[Event] = []
     now = 0.0
     position = 0
     for at, step, movable in _events(problem, placements):
@@ -73,8 +104,8 @@ def simulate(problem: TransferProblem, placements: Placements) -> Simulation:
             start_s += starts
             position = at
         idx, size_bytes = movable.idx, movable.size_bytes
+        begin = now
         if step is Step.OFFLOAD:
-            begin = now
             now += problem.blocks_out_s(size_bytes)
             left_s[idx] = channels.write(movable, begin, now)
         elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
@@ -88,6 +119,8 @@ def simulate(problem: TransferProblem, placements: Placements) -> Simulation:
         else:
             now += problem.blocks_in_s(size_bytes)
             back_s[idx] = channels.read(movable, now)
+        if record:
+            recorded.append(Event(idx, step, begin, now))
     *starts, now = itertools.accumulate(problem.node_s[position:], initial=now)
     start_s += starts
     return Simulation(
@@ -101,6 +134,8 @@ def simulate(problem: TransferProblem, placements: Placements) -> Simulation:
         read_busy_s=channels.read_busy_s,
         forwarded_bytes=channels.forwarded_bytes,
         staging_peak_bytes=channels.staging_peak_bytes,
+        events=tuple(recorded),
+        transfers=(*channels.writes(), *channels.reads) if record else (),
     )
 
 
@@ -154,12 +189,15 @@ class _Channels:
         """Work that is done ..."""
         self._written_until_s = 0.0
         """... by this time."""
+        self._progress = [(0.0, 0.0)]
+        """Moments and the work done by then; between two of them it goes on evenly."""
         self._copied_s = 0.0
         self._read_s = 0.0
         self.write_busy_s = 0.0
         self.read_busy_s = 0.0
         self.forwarded_bytes = 0
         self.staging_peak_bytes = 0
+        self.reads: list[Transfer] = []
 
     def write(self, movable: Movable, begin_s: float, end_s: float) -> float:
         """Put a storage into the write queue. Returns when it has left its tensor.
@@ -194,6 +232,7 @@ class _Channels:
         if self._written_s < self._queued_s[self._turn_of[movable.idx]]:
             self.forwarded_bytes += size_bytes
             copy_s = 0.0 if hardware.copies_block_compute else hardware.copy_in.transfer_s(size_bytes)
+            self.reads.append(Transfer(movable.idx, "staging", begin_s, begin_s + copy_s))
             return begin_s + copy_s
         need_s = hardware.read.transfer_s(size_bytes)
         self.read_busy_s += need_s
@@ -201,12 +240,34 @@ class _Channels:
         both_s = min(self._queued_s[-1] - self._written_s, need_s) / share
         self._written_s += both_s * share
         self._read_s = self._written_until_s = begin_s + both_s + (need_s - both_s * share)
+        self._progress += [(begin_s + both_s, self._written_s), (self._read_s, self._written_s)]
+        self.reads.append(Transfer(movable.idx, "read", begin_s, self._read_s))
         return self._read_s
+
+    def writes(self) -> Iterator[Transfer]:
+        """When every write begins and ends, once all have been queued."""
+        rest_s = self._queued_s[-1] - self._written_s
+        progress = [*self._progress, (self._written_until_s + rest_s, self._queued_s[-1])]
+        done_s = [work_s for _, work_s in progress]
+
+        def moment(work_s: float, following: int) -> float:
+            (begin_s, before_s), (end_s, after_s) = progress[following - 1], progress[following]
+            share = (work_s - before_s) / (after_s - before_s) if after_s > before_s else 1.0
+            return begin_s + share * (end_s - begin_s)
+
+        for idx, turn in self._turn_of.items():
+            first_s, last_s = self._queued_s[turn - 1], self._queued_s[turn]
+            # The last moment at which all writes before it were done, and the first at which it is done itself.
+            begins = min(bisect.bisect_right(done_s, first_s), len(progress) - 1)
+            ends = max(1, bisect.bisect_left(done_s, last_s))
+            yield Transfer(idx, "write", moment(first_s, begins), moment(last_s, ends))
 
     def _write_until(self, now_s: float) -> None:
         """Let the writes go on, with the SSD to themselves, until ``now_s``."""
         if now_s > self._written_until_s:
+            busy_s = min(self._queued_s[-1] - self._written_s, now_s - self._written_until_s)
             self._written_s = min(self._queued_s[-1], self._written_s + now_s - self._written_until_s)
+            self._progress += [(self._written_until_s + busy_s, self._written_s), (now_s, self._written_s)]
             self._written_until_s = now_s
 
     def _work_s(self, byte_count: int) -> float:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import ssdtrain_fx
-from ssdtrain_fx import BudgetError, OffloadConfig, Report, explain
-from ssdtrain_fx.passes.plan import Keep, Offload
+from ssdtrain_fx import BudgetError, ConfigError, OffloadConfig, Report, explain
+from ssdtrain_fx.passes.plan import Keep
 from ssdtrain_fx.testing import toy_hardware
 
 
@@ -56,30 +56,6 @@ def test_the_report_holds_the_plan_and_both_graphs(inner: str) -> None:
     assert '"f32[64, 8][8, 1]"' in graph.joint_before, "shapes and strides are shown"
 
 
-def test_it_prints_the_summary_first_then_the_table() -> None:
-    (graph,) = (report := explain_toy()).graphs
-    first, before, after, floor, empty, header, rule, *rows = str(report).splitlines()
-    assert first == graph.summary()
-    assert first.startswith("predicted activation peak ")
-    assert f"{len(graph.plan.offloaded)} of {len(graph.plan.storages)} saved storages offloaded" in first
-    assert before.startswith("before ") and after.startswith("after  ")
-    assert " in backward at " in before or " in forward at " in before
-    assert "floor" in floor
-    assert empty == ""
-    assert header.split() == ["storage", "shape", "dtype", "size", "op", "source", "decision", "reason"]
-    assert set(rule) == {"-"}
-    *rows, inputs = rows
-    made = [saved for saved in graph.plan.storages if not saved.is_input]
-    assert len(rows) == len(made)
-    for row, saved in zip(rows, made, strict=True):
-        assert row.startswith(saved.name)
-        assert f"[{', '.join(saved.shape)}]" in row
-        assert ("  offload  " in row) == isinstance(saved.decision, Offload)
-        assert saved.decision.reason in row
-        assert saved.source in row
-    assert inputs.startswith(f"and {len(graph.plan.storages) - len(made)} inputs, ")
-
-
 def test_the_table_shows_the_line_of_user_code() -> None:
     (graph,) = explain_toy().graphs
     assert "test_explain.py:" in graph.table()
@@ -91,7 +67,8 @@ def test_a_report_of_a_plan_that_keeps_everything() -> None:
     assert not graph.plan.offloaded
     assert {type(saved.decision) for saved in graph.plan.storages} == {Keep}
     assert graph.joint_before == graph.joint_after
-    assert "; 0 B out and back per step; 0 of " in str(report).splitlines()[0]
+    assert "; 0 B out and back per step; 0 µs exposed in a step of " in str(report).splitlines()[0]
+    assert str(report).splitlines()[0].endswith("; a drive rated for 600 TB is not worn")
 
 
 def test_graph_breaks_give_one_report_each() -> None:
@@ -104,8 +81,8 @@ def test_graph_breaks_give_one_report_each() -> None:
     report = explain(Broken(), batch(), config=config())
     assert len(report.graphs) == 2
     lines = str(report).splitlines()
-    assert lines[0] == f"graph 0 of 2: {report.graphs[0].summary()}"
-    assert f"graph 1 of 2: {report.graphs[1].summary()}" in lines
+    assert lines[0] == f"graph 0 of 2: {report.graphs[0].summary(report.rated_endurance_bytes)}"
+    assert f"graph 1 of 2: {report.graphs[1].summary(report.rated_endurance_bytes)}" in lines
 
 
 def test_code_without_gradients_says_so() -> None:
@@ -245,3 +222,41 @@ def test_training_afterwards_computes_for_real() -> None:
     explain(model, x, config=config())
     assert torch.allclose(torch.compile(model, backend="aot_eager")(x), model(x))
     assert model(x) > 0
+
+
+def test_the_rating_of_the_drive_can_be_given() -> None:
+    report = explain(Toy(), batch(), config=config(), rated_endurance_bytes=5 * 10**12)
+    assert "a drive rated for 5 TB lasts" in str(report).splitlines()[0]
+    with pytest.raises(ConfigError, match="rated endurance of the drive is 0 bytes"):
+        explain(Toy(), batch(), config=config(), rated_endurance_bytes=0)
+
+
+def test_what_a_warm_cache_holds_is_explained_and_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code may come from a cache, in which case no pass runs. Its plan is told all the same, and it is this
+    plan that the code follows: as many storages leave. The cache answers before and after explain.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    settings = config(inner="inductor", ssd_dir=tmp_path, hardware=toy_hardware(1e9))
+    model, x = Toy(), batch()
+    counters = torch._dynamo.utils.counters["aot_autograd"]
+
+    def step_in_a_fresh_process() -> int:
+        torch._dynamo.reset()
+        before = ssdtrain_fx.statistics()
+        torch.compile(model, backend=ssdtrain_fx.backend(settings))(x).backward()
+        return ssdtrain_fx.statistics().since(before).offloads
+
+    with torch._functorch.config.patch(enable_autograd_cache=True), torch._inductor.config.patch(fx_graph_cache=True):
+        counters.clear()
+        cold = explain(model, x, config=settings)
+        assert not [name for name in counters if "cache" in name], "explain neither asks the cache nor fills it"
+        first = step_in_a_fresh_process()
+        assert counters["autograd_cache_miss"] == 1
+        assert step_in_a_fresh_process() == first
+        assert counters["autograd_cache_hit"] == 1
+        warm = explain(model, x, config=settings)
+        assert counters["autograd_cache_hit"] == 1
+        assert step_in_a_fresh_process() == first
+        assert counters["autograd_cache_hit"] == 2
+    assert warm == cold
+    assert first == len(warm.plan.offloaded) > 0

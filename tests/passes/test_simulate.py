@@ -6,13 +6,17 @@ Nodes take one second, and the disk moves 10 bytes in a second, unless a test sa
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
+from hypothesis import given
+from problems import transfer_problems
 
 from ssdtrain_fx.hardware import Channel
-from ssdtrain_fx.passes.simulate import simulate
-from ssdtrain_fx.passes.transfer_problem import Movable, Placement, TransferProblem
+from ssdtrain_fx.passes.place_transfers import place
+from ssdtrain_fx.passes.simulate import Simulation, simulate
+from ssdtrain_fx.passes.transfer_problem import Movable, Placement, Step, TransferProblem
 from ssdtrain_fx.testing import toy_hardware
 
 A = Movable(idx=0, size_bytes=20, start=0, complete=1, earliest_release=1, wait=9, end=10)
@@ -138,3 +142,71 @@ def test_what_is_still_in_staging_is_not_read() -> None:
     assert result.forwarded_bytes == 100
     assert result.read_busy_s == 0
     assert result.exposed_s == 0
+
+
+def transfers(result: Simulation, channel: str) -> list[tuple[int, float, float]]:
+    return [(one.idx, one.begin_s, one.end_s) for one in result.transfers if one.channel == channel]
+
+
+def test_transfers_are_told_with_their_times() -> None:
+    """A is written from 1 to 3, B behind it from 3 to 5; B is read from 6 to 8, A from 8 to 10: both wait."""
+    placements = {0: Placement(release=5, reload=7), 1: Placement(release=5, reload=6)}
+    result = simulate(problem(A, B), placements, record=True)
+    assert transfers(result, "write") == [(0, 1, 3), (1, 3, 5)]
+    assert transfers(result, "read") == [(1, 6, 8), (0, 8, 10)]
+
+
+def test_a_write_waits_for_its_turn_and_slows_down_beside_a_read() -> None:
+    """4 bytes a second: A is written from 1 to 6, B from 6 on, and A is read from 6 on too, each at half the rate."""
+    slow = {"write": Channel(bytes_per_s=4), "read": Channel(bytes_per_s=4), "staging_bytes": 100}
+    result = simulate(
+        problem(A, B, **slow), {0: Placement(release=3, reload=6), 1: Placement(release=3, reload=8)}, record=True
+    )
+    assert transfers(result, "write") == [(0, 1, 6), (1, 6, 16)]
+    assert transfers(result, "read") == [(0, 6, 16), (1, 16, 21)]
+
+
+def test_what_is_still_in_staging_is_told_as_such() -> None:
+    result = simulate(
+        problem(A, staging_bytes=100, write=Channel(bytes_per_s=2)), {0: Placement(release=2, reload=7)}, record=True
+    )
+    assert transfers(result, "write") == [(0, 1, 11)]
+    assert transfers(result, "read") == []
+    ((_, begin_s, end_s),) = transfers(result, "staging")
+    assert (begin_s, end_s) == (7, pytest.approx(7))
+
+
+def test_stalls_are_told_with_the_op_that_they_belong_to() -> None:
+    """Released a second too early."""
+    result = simulate(problem(A), {0: Placement(release=2, reload=6)}, record=True)
+    assert [(one.step, one.begin_s, one.end_s) for one in result.events] == [
+        (Step.OFFLOAD, 1, 1),
+        (Step.RELEASE, 2, 3),
+        (Step.RELOAD, 7, 7),
+        (Step.WAIT, 10, 10),
+    ]
+
+
+@given(transfer_problems())
+def test_transfers_take_turns_and_add_up(random_problem: TransferProblem) -> None:
+    """On any machine: one write at a time, in order, none before its offload; and without sharing, as long as alone."""
+    placements = place(random_problem, random_problem.movables, 1.0)
+    result = simulate(random_problem, placements, record=True)
+    writes, reads = transfers(result, "write"), transfers(result, "read")
+    assert len(writes) == len(placements) == len(reads) + len(transfers(result, "staging"))
+    for channel in (writes, reads):
+        for (_, begin_s, end_s), (_, next_s, _) in itertools.pairwise(channel):
+            assert begin_s <= end_s <= next_s + 1e-9
+    offered_s = {one.idx: one.begin_s for one in result.events if one.step is Step.OFFLOAD}
+    assert all(begin_s >= offered_s[idx] - 1e-9 for idx, begin_s, _ in writes)
+    assert sum(end_s - begin_s for _, begin_s, end_s in writes) >= result.write_busy_s * (1 - 1e-9)
+    if random_problem.hardware.share_when_both == 1:
+        assert sum(end_s - begin_s for _, begin_s, end_s in writes) == pytest.approx(result.write_busy_s)
+        assert sum(end_s - begin_s for _, begin_s, end_s in reads) == pytest.approx(result.read_busy_s)
+    taken_s = sum(one.end_s - one.begin_s for one in result.events)
+    assert taken_s == pytest.approx(result.exposed_s, abs=1e-9)
+
+
+def test_nothing_is_told_unasked() -> None:
+    result = simulate(problem(A), {0: Placement(release=3, reload=7)})
+    assert (result.events, result.transfers) == ((), ())

@@ -1,0 +1,31 @@
+"""How each kind of decision is shown. One line for each; the rest of the report asks here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ssdtrain_fx.passes.plan import Decision
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Style:
+    """For people."""
+
+    name: str
+    color: str
+    """Readable on white and on black."""
+    meaning: str
+
+
+STYLES = {
+    "Offload": Style("offload", "#0c7f74", "leaves memory in forward and comes back in backward"),
+    "Keep": Style("keep", "#6f757e", "stays in memory"),
+    "Recompute": Style("recompute", "#8f55c8", "is forgotten in forward and made again in backward"),
+}
+"""By the class of the decision."""
+
+
+def style_of(decision: Decision) -> Style:
+    """A decision that nobody has styled yet shows under the name of its class."""
+    kind = type(decision).__name__
+    return STYLES.get(kind, Style(kind.lower(), "#c2571a", ""))

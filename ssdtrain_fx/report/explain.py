@@ -1,0 +1,63 @@
+"""Trace a call as the backend would, and stop before code is generated. Nothing touches a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from ssdtrain_fx.aot_eager import compile_with_aot_eager
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.dry_run import compile_to_zeros, run_dry
+from ssdtrain_fx.passes.pipeline import OffloadedStep
+from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, Endurance
+from ssdtrain_fx.report.graph_report import GraphReport
+from ssdtrain_fx.report.report import Report
+
+
+def explain(
+    model: Callable[..., Any],
+    *inputs: Any,
+    config: OffloadConfig | None = None,
+    rated_endurance_bytes: int = ASSUMED_ENDURANCE_BYTES,
+    **kwargs: Any,
+) -> Report:
+    """What the backend would do with ``model(*inputs, **kwargs)``.
+
+    Traces the call as ``torch.compile(model, backend=ssdtrain_fx.backend(config))`` would and stops before code is
+    generated. Nothing is computed: the traced call returns zeros, and buffers get their values back.
+
+    Compile caches are not asked, and are left as they are. Code that came out of a warm one follows this very plan: the
+    key of Inductor's cache names the configuration, the hardware profile and the source of this package, and these and
+    the graph are all that a plan depends on.
+
+    Args:
+        model: a module or a function; a compiled module is explained by the module in it.
+        inputs: as for the model. They should require gradients where they do in training.
+
+        rated_endurance_bytes: what may be written to the drive in all, for the prediction of its lifetime: the TBW of
+            its data sheet times 10**12. The default is 600 TB, common for client drives of 1 TB.
+
+    Raises:
+        ConfigError: ``rated_endurance_bytes`` is not above 0.
+        BudgetError: ``config.memory_budget_bytes`` is out of reach.
+    """
+    from ssdtrain_fx.inductor import trace_with_inductor
+
+    config = OffloadConfig() if config is None else config
+    Endurance(rated_endurance_bytes, 0, 0.0)  # refused before anything is traced
+    steps: list[OffloadedStep] = []
+
+    def trace(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        if config.inner == "aot_eager":
+            return compile_with_aot_eager(gm, example_inputs, config, observe=steps.append, compiler=compile_to_zeros)
+        return trace_with_inductor(gm, example_inputs, config, observe=steps.append)
+
+    run_dry(model, trace, *inputs, **kwargs)
+    graphs = tuple(
+        GraphReport(step.plan, step.timeline, step.problem, step.joint_before, step.joint_after)
+        for step in steps
+        if step.timeline is not None  # always: the steps were observed
+    )
+    return Report(graphs, rated_endurance_bytes)

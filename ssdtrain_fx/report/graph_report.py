@@ -1,0 +1,143 @@
+"""What is told about one training graph."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import networkx as nx
+
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.passes.describe_schedule import Timeline
+from ssdtrain_fx.passes.plan import Peak, Plan
+from ssdtrain_fx.passes.transfer_problem import TransferProblem
+from ssdtrain_fx.report.decisions import style_of
+from ssdtrain_fx.report.endurance import Endurance
+from ssdtrain_fx.report.graphs import diff_graphs, render_svg, to_dot, to_networkx
+from ssdtrain_fx.report.table import Row, Sort, format_table, make_rows
+from ssdtrain_fx.units import format_bytes, format_seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GraphReport:
+    """One training graph: its plan, its memory and transfers over time, and its scheduled joint graph as text."""
+
+    plan: Plan
+    timeline: Timeline
+    """When which node runs and which storage is where, before and after."""
+    problem: TransferProblem
+    """What the plan is an answer to: seconds and bytes of the graph, and the hardware."""
+    joint_before: str
+    joint_after: str
+
+    def endurance(self, rated_bytes: int) -> Endurance:
+        """The drive under this graph alone."""
+        return Endurance(rated_bytes, self.plan.offloaded_bytes, self.plan.step_s + self.plan.exposed_s)
+
+    def summary(self, rated_endurance_bytes: int) -> str:
+        """One line: did it help, and what does it cost?"""
+        plan = self.plan
+        peaks = f"{format_bytes(plan.peak_before_bytes)} -> {format_bytes(plan.peak_after_bytes)}"
+        step = f"a step of {format_seconds(plan.step_s)} ({100 * plan.slowdown:+.1f} %)"
+        return (
+            f"predicted activation peak {peaks}; "
+            f"{format_bytes(plan.offloaded_bytes)} out and back per step; "
+            f"{format_seconds(plan.exposed_s)} exposed in {step}; {self.endurance(rated_endurance_bytes)}"
+        )
+
+    def decided(self) -> str:
+        """One line: how many saved storages of the graph itself meet which fate."""
+        names = [style_of(storage.decision).name for storage in self.plan.storages if not storage.is_input]
+        counts = collections.Counter(names)
+        return f"{len(names)} saved storages: " + (", ".join(f"{counts[name]} {name}" for name in counts) or "none")
+
+    def optimality(self, config: OffloadConfig, *, time_limit_s: float = 60) -> str:
+        """One line: how far the plan is from the lowest peak that any placement can reach in the same time.
+
+        Solves the problem exactly, which takes minutes from some fifty storages on; then the bound counts.
+        """
+        from ssdtrain_fx.passes.solve_exactly import solve_exactly  # scipy takes a second to import
+
+        allowed = max(config.max_slowdown, self.plan.slowdown)
+        exact = solve_exactly(self.problem, max_slowdown=allowed, time_limit_s=time_limit_s)
+        found = self.plan.peak_after_bytes
+        above = found / exact.lower_bound_bytes - 1 if exact.lower_bound_bytes else 0.0
+        return (
+            f"exact planner, {100 * allowed:.1f} % of the step time allowed: no placement has a peak below "
+            f"{format_bytes(exact.lower_bound_bytes)}; this plan is at most {100 * above:.1f} % above the optimum"
+        )
+
+    def where(self) -> str:
+        """Where the peak stands before and after, and how far down it could go."""
+        plan = self.plan
+        lines = [
+            f"{name:7}{_describe_peak(peak)}"
+            for name, peak in (("before", plan.peak_before), ("after", plan.peak_after))
+        ]
+        if plan.peak_after_bytes == plan.floor_bytes:
+            lines.append("that is the floor: what is live there is being worked on, or cannot move")
+        else:
+            lines.append(f"floor  {format_bytes(plan.floor_bytes)}, with everything moved at any cost in time")
+        return "\n".join(lines)
+
+    def rows(self, sort: Sort = "order", *, fold: bool = True) -> list[Row]:
+        """The saved storages that the graph makes, without inputs; see :func:`~ssdtrain_fx.report.table.make_rows`."""
+        made = [storage for storage in self.plan.storages if not storage.is_input]
+        modules = {node.name: node.module for node in self.timeline.before.nodes}
+        return make_rows(made, modules, sort=sort, fold=fold)
+
+    def table(self, sort: Sort = "order", *, fold: bool = True) -> str:
+        """Saved storages that the graph makes, equal layers in one row; inputs are counted below.
+
+        Args:
+            sort: ``order`` (of forward), ``size``, ``name`` or ``decision``.
+            fold: False gives every storage a row.
+
+        Raises:
+            ConfigError: ``sort`` is unknown.
+        """
+        inputs = [storage for storage in self.plan.storages if storage.is_input]
+        inputs_bytes = sum(storage.size_bytes for storage in inputs)
+        return (
+            f"{format_table(self.rows(sort, fold=fold))}\n"
+            f"and {len(inputs)} inputs, {format_bytes(inputs_bytes)}: parameters, buffers and data stay in memory"
+        )
+
+    def diff(self, *, context: int = 3) -> str:
+        """The printed graph before and after, as a unified diff; empty when nothing moves. Where values are freed, and
+        the directories of source files, are left out."""
+        return "\n".join(diff_graphs(self.joint_before, self.joint_after, context=context))
+
+    def to_networkx(self, *, after: bool = True) -> nx.DiGraph[str]:
+        """The rewritten graph, or with ``after=False`` the one before. An edge leads from a node to each reader.
+
+        Nodes carry ``position``, ``op``, ``module``, ``source``, ``phase``, ``start_s`` and ``storage``.
+        """
+        return to_networkx(self.timeline.after if after else self.timeline.before)
+
+    def to_dot(self, *, after: bool = True, around: str | None = None, hops: int = 2) -> str:
+        """The graph in Graphviz's language, storages in the colour of their decision.
+
+        Args:
+            around: name of a storage; only what lies within ``hops`` edges of it and of its four nodes is drawn.
+
+        Raises:
+            SSDTrainError: no node has to do with ``around``.
+        """
+        schedule = self.timeline.after if after else self.timeline.before
+        colors = {storage.name: style_of(storage.decision).color for storage in self.plan.storages}
+        return to_dot(schedule, colors=colors, around=around, hops=hops)
+
+    def to_svg(self, *, after: bool = True, around: str | None = None, hops: int = 2) -> str:
+        """:meth:`to_dot`, drawn by Graphviz. A whole graph of thousands of nodes takes it minutes: use ``around``.
+
+        Raises:
+            SSDTrainError: the program ``dot`` is not installed or fails, or as in :meth:`to_dot`.
+        """
+        return render_svg(self.to_dot(after=after, around=around, hops=hops))
+
+
+def _describe_peak(peak: Peak) -> str:
+    largest = ", ".join(f"{name} {format_bytes(size_bytes)}" for name, size_bytes in peak.largest)
+    source = f" ({peak.source})" if peak.source else ""
+    return f"{format_bytes(peak.size_bytes)} in {peak.phase} at {peak.node}{source}: {largest}, ..."

@@ -1,0 +1,130 @@
+"""The graph before and after: as a diff, for networkx, and as a picture."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+import networkx as nx
+
+from ssdtrain_fx.errors import SSDTrainError
+from ssdtrain_fx.passes.describe_schedule import Schedule
+
+GRAPHVIZ_TIMEOUT_S = 60
+MAX_LINE = 500
+_FREED = re.compile(r";  (?:\w+ = )+None$")
+_DIRECTORY = re.compile(r"(# File: )\S*/")
+
+
+def diff_graphs(before: str, after: str, *, context: int | None = 3) -> list[str]:
+    """Unified diff of two printed graphs, headers included; empty when they are equal.
+
+    Args:
+        context: unchanged lines around each change; None for all of them.
+    """
+    old, new = code_lines(before), code_lines(after)
+    around = len(old) + len(new) if context is None else context
+    return list(difflib.unified_diff(old, new, "before", "after", n=around, lineterm=""))
+
+
+def code_lines(text: str) -> list[str]:
+    """The lines of a printed graph without what would hide a change or says nothing.
+
+    ``; a = b = None`` behind a line frees what is read for the last time, and moves whenever a later reader is added.
+    Directories of source files are nobody's business, and the signature of a large graph has thousands of letters.
+    """
+    lines: list[str] = []
+    for line in text.splitlines():
+        line = _DIRECTORY.sub(r"\1", _FREED.sub("", line))
+        lines.append(line if len(line) <= MAX_LINE else line[:MAX_LINE] + " ...")
+    return lines
+
+
+def to_networkx(schedule: Schedule) -> nx.DiGraph[str]:
+    """Who reads whom: an edge from every node to its readers.
+
+    Nodes carry ``position``, ``op``, ``module``, ``source``, ``phase``, ``start_s`` and ``storage`` (what an inserted
+    node moves).
+    """
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    for position, node in enumerate(schedule.nodes):
+        graph.add_node(
+            node.name,
+            position=position,
+            op=node.op,
+            module=node.module,
+            source=node.source,
+            phase="forward" if position < schedule.marker else "backward",
+            start_s=node.start_s,
+            storage=node.storage,
+        )
+    for node in schedule.nodes:
+        graph.add_edges_from((source, node.name) for source in node.inputs)
+    return graph
+
+
+def to_dot(schedule: Schedule, *, colors: Mapping[str, str], around: str | None = None, hops: int = 2) -> str:
+    """The graph in Graphviz's language, in the order of execution, inserted nodes in colour.
+
+    Args:
+        colors: of storages, by name.
+        around: only what lies within ``hops`` edges of the nodes of this storage.
+    """
+    shown = {node.name for node in schedule.nodes} if around is None else _neighbourhood(schedule, around, hops)
+    lines = [
+        "digraph step {",
+        '  node [shape=box style="rounded,filled" fillcolor="#f4f5f7" color="#8a8f98" fontname="sans-serif"]',
+        '  edge [color="#8a8f98"]',
+    ]
+    nodes = [node for node in schedule.nodes if node.name in shown]
+    for node in nodes:
+        color = colors.get(node.storage or node.name)
+        look = f' color="{color}" penwidth=2' if color else ""
+        if node.storage:
+            look += f' fillcolor="{color}" fontcolor="white"'
+        label = f"{node.name}\n{node.op}"
+        lines.append(f"  {_quote(node.name)} [label={_quote(label)}{look}]")
+    for node in nodes:
+        lines += [f"  {_quote(source)} -> {_quote(node.name)}" for source in node.inputs if source in shown]
+    return "\n".join([*lines, "}"])
+
+
+def render_svg(dot: str) -> str:
+    """Let Graphviz draw.
+
+    Raises:
+        SSDTrainError: ``dot`` is not installed, fails, or takes longer than GRAPHVIZ_TIMEOUT_S.
+    """
+    program = shutil.which("dot")
+    if program is None:
+        raise SSDTrainError("Graphviz draws the graph, and its program `dot` is not installed. to_dot() does without.")
+    try:
+        done = subprocess.run(
+            [program, "-Tsvg"], input=dot, capture_output=True, text=True, check=False, timeout=GRAPHVIZ_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SSDTrainError(
+            f"Graphviz did not finish in {GRAPHVIZ_TIMEOUT_S} s. Draw a part of the graph: to_svg(around=...)."
+        ) from error
+    if done.returncode != 0:
+        raise SSDTrainError(f"Graphviz failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _neighbourhood(schedule: Schedule, storage: str, hops: int) -> set[str]:
+    graph = to_networkx(schedule)
+    seeds = [node.name for node in schedule.nodes if storage in (node.name, node.storage)]
+    if not seeds:
+        raise SSDTrainError(f"No node of the graph is or moves {storage!r}.")
+    either_way = graph.to_undirected(as_view=True)
+    near: set[str] = set()
+    for seed in seeds:
+        near.update(nx.single_source_shortest_path_length(either_way, seed, cutoff=hops))
+    return near
+
+
+def _quote(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'

@@ -1,0 +1,104 @@
+"""The value that ``explain`` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import networkx as nx
+
+from ssdtrain_fx.passes.plan import Plan
+from ssdtrain_fx.plain_values import from_plain
+from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, Endurance
+from ssdtrain_fx.report.graph_report import GraphReport
+from ssdtrain_fx.report.table import Sort
+
+SCHEMA = "ssdtrain_fx.report/1"
+"""Changes with every change of a field that is there already; new fields alone do not count."""
+
+EMPTY = "No graph of this call saves anything for backward (no gradient is needed, or nothing was captured)."
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What ``explain`` returns. ``print(report)`` shows everything but the graphs; ``save`` writes a page with all."""
+
+    graphs: tuple[GraphReport, ...]
+    """One per compiled graph: several when Dynamo breaks the graph, none for code without gradients."""
+    rated_endurance_bytes: int = ASSUMED_ENDURANCE_BYTES
+    """Of the drive whose lifetime is told."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the only graph.
+
+        Raises:
+            ValueError: there is not exactly one.
+        """
+        if len(self.graphs) != 1:
+            raise ValueError(
+                f"This report has {len(self.graphs)} graphs; expected one. Use report.graphs, which have a plan each."
+            )
+        return self.graphs[0].plan
+
+    @property
+    def endurance(self) -> Endurance:
+        """The drive under all graphs, run once each per step."""
+        parts = [graph.endurance(self.rated_endurance_bytes) for graph in self.graphs]
+        return Endurance(
+            self.rated_endurance_bytes, sum(part.written_bytes for part in parts), sum(part.step_s for part in parts)
+        )
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, sort: Sort = "order") -> str:
+        """Summary, peaks and table of every graph.
+
+        Raises:
+            ConfigError: ``sort`` is unknown.
+        """
+        if not self.graphs:
+            return EMPTY
+        parts: list[str] = []
+        for idx, graph in enumerate(self.graphs):
+            title = f"graph {idx} of {len(self.graphs)}: " if len(self.graphs) > 1 else ""
+            summary = graph.summary(self.rated_endurance_bytes)
+            parts.append(f"{title}{summary}\n{graph.where()}\n{graph.decided()}\n\n{graph.table(sort)}")
+        return "\n\n".join(parts)
+
+    def diff(self) -> str:
+        """What changes in the graphs, as one unified diff."""
+        return "\n".join(graph.diff() for graph in self.graphs)
+
+    def to_networkx(self) -> list[nx.DiGraph[str]]:
+        """The rewritten graphs; ``report.graphs[0].to_networkx(after=False)`` is the first one before."""
+        return [graph.to_networkx() for graph in self.graphs]
+
+    def to_json(self) -> str:
+        """Stable text, described in docs/report.md: the same report gives the same bytes."""
+        return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: the text is no report, or one of another version.
+        """
+        plain: Any = json.loads(text)
+        fields = cast("dict[str, Any]", plain) if isinstance(plain, dict) else {}
+        schema = fields.pop("schema", None)
+        if schema != SCHEMA:
+            raise ValueError(f"The schema of this report is {schema!r}; expected {SCHEMA!r}. Run explain again.")
+        return from_plain(cls, fields)
+
+    def save(self, path: str | Path) -> Path:
+        """Write one HTML page that needs no network and no other file. Returns where it is."""
+        from ssdtrain_fx.report.page import render_page
+
+        target = Path(path)
+        target.write_text(render_page(self), encoding="utf-8")
+        return target

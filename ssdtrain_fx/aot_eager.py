@@ -10,6 +10,7 @@ from torch import fx
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.config import OffloadConfig, device_of
+from ssdtrain_fx.passes.chains import find_activation_inputs
 from ssdtrain_fx.passes.op_targets import RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 
@@ -29,6 +30,8 @@ def compile_with_aot_eager(
         compiler: gets the two graphs; None runs them node by node.
     """
 
+    activation_inputs = find_activation_inputs(example_inputs)
+
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         step = offload_saved_tensors(
@@ -38,6 +41,7 @@ def compile_with_aot_eager(
             config=config,
             hardware=config.load_hardware(device_of(example_inputs)),
             describe=observe is not None,
+            activation_inputs=activation_inputs,
         )
         if observe is not None:
             observe(step)

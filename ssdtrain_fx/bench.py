@@ -4,7 +4,8 @@ Every variant runs in a process of its own. For time, the processes take turns (
 per-round ratios is reported, so that what else the machine does cancels out. Memory is measured in a second pass, one
 process at a time. Every step has another batch, the same for all variants, and the losses and gradients of every step
 are compared to the bit. (`checkpoint` recomputes what Inductor then fuses differently; where its bits differ, the table
-says so. For `ssdtrain` a difference is an error.)
+says so. For `ssdtrain` a difference is an error. What is compiled layer by layer is compared with Inductor layer by
+layer, since other graphs are fused differently.)
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def render_table(results: Sequence[Result]) -> Table:
     table = Table(title=f"{run.model}, {size}, {run.dtype}, {run.device}")
     table.add_column("")
     for result in results:
-        table.add_column(result.run.variant, justify="right")
+        table.add_column(result.run.title, justify="right")
 
     def add_row(name: str, show: Callable[[Result], str], *, end_section: bool = False) -> None:
         table.add_row(name, *map(show, results), end_section=end_section)
@@ -90,13 +91,26 @@ def render_table(results: Sequence[Result]) -> Table:
         lambda result: f"{result.peak_bytes / max(1, base.peak_bytes):.3f}",
         end_section=True,
     )
+    whole = next((result for result in results if result.run.title == "ssdtrain"), None)
+    if whole is not None and any(result.run.regional for result in results):
+        add_row("step time, ratio to ssdtrain", lambda result: f"{median_ratio(result.timed, whole.timed):.3f}")
+        add_row(
+            "peak memory, ratio to ssdtrain",
+            lambda result: f"{result.peak_bytes / max(1, whole.peak_bytes):.3f}",
+            end_section=True,
+        )
     add_row("written to SSD, last step", lambda result: format_bytes(_last(result).bytes_written))
     add_row("read from SSD, last step", lambda result: format_bytes(_last(result).bytes_read))
     add_row("kept to save time", lambda result: format_bytes(_last(result).kept_for_time_bytes))
     add_row("waiting for the SSD", lambda result: f"{1e3 * _last(result).stall_s:,.1f} ms")
     add_row("path to the SSD", lambda result: _last(result).io_path, end_section=True)
-    add_row("losses, gradients", lambda result: "-" if result is base else _bits(result, base))
+    add_row("losses, gradients", lambda result: _bits(result, find_base(result, results)))
     return table
+
+
+def find_base(result: Result, results: Sequence[Result]) -> Result:
+    """The run of plain Inductor that ``result`` has to agree with to the bit."""
+    return next(one for one in results if one.run.variant == BASE and one.run.regional == result.run.regional)
 
 
 def _last(result: Result) -> Statistics:
@@ -104,6 +118,8 @@ def _last(result: Result) -> Statistics:
 
 
 def _bits(result: Result, base: Result) -> str:
+    if result is base:
+        return "-"
     return "equal" if result.equals(base) else "different"
 
 
@@ -130,7 +146,7 @@ def to_json(results: Sequence[Result], directories: Sequence[str]) -> dict[str, 
                 "peak_bytes": result.peak_bytes,
                 "peak_ratio": result.peak_bytes / max(1, base.peak_bytes),
                 "process_bytes_before_step": result.sampled[-1].start_bytes,
-                "equal_to_inductor": result.equals(base),
+                "equal_to_inductor": result.equals(find_base(result, results)),
                 "step_ms": [step.duration_ms for step in result.timed],
                 "losses_hex": [step.loss_hex for step in result.timed],
                 "gradients_sha256": [step.gradients for step in result.timed],

@@ -30,6 +30,7 @@ from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.dry_run import compile_to_zeros
 from ssdtrain_fx.function_names import display_name, stable_name
 from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes.chains import find_activation_inputs
 from ssdtrain_fx.passes.joint_graph import join, split
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
@@ -52,10 +53,11 @@ def _source_hash() -> str:
 class OffloadPartitioner(private.CustomPartitionerFn):
     """Partitions as Inductor would, then rewrites the two graphs."""
 
-    def __init__(self, config: OffloadConfig, device: str, observe: Observer | None = None) -> None:
+    def __init__(self, config: OffloadConfig, example_inputs: Sequence[Any], observe: Observer | None = None) -> None:
         # No tensor may be held here: Inductor deep-copies its settings, and with them this object.
         self.config = config
-        self.device = device
+        self.device = device_of(example_inputs)
+        self.activation_inputs = find_activation_inputs(example_inputs)
         self.observe = observe
         self.inner: private.CustomPartitionerFn | None = private.current_setting("custom_partitioner_fn")
 
@@ -76,6 +78,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
             config=self.config,
             hardware=self.hardware,
             describe=self.observe is not None,
+            activation_inputs=self.activation_inputs,
         )
         if self.observe is not None:
             self.observe(step)
@@ -83,7 +86,8 @@ class OffloadPartitioner(private.CustomPartitionerFn):
 
     def uuid(self) -> str:
         inner = self.inner.uuid() if self.inner is not None else None
-        return f"ssdtrain_fx {_source_hash()} {self.config.cache_key()} {self.hardware.digest()} {inner!r}"
+        planned_for = f"{self.config.cache_key()} {self.hardware.digest()} {sorted(self.activation_inputs)}"
+        return f"ssdtrain_fx {_source_hash()} {planned_for} {inner!r}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +136,8 @@ class KeepLayouts(private.CustomGraphPass):
             inner(graph)
         sources = [node.args[0] for node in find(graph, OFFLOAD)]
         if sources:
-            private.require_layout_of_outputs(graph, [node for node in sources if isinstance(node, fx.Node)])
+            made = [node for node in sources if isinstance(node, fx.Node) and node.op != "placeholder"]
+            private.require_layout_of_outputs(graph, made)
 
     def uuid(self) -> str:
         inner = [inner.uuid() for inner in private.as_passes(self.inner)]
@@ -185,7 +190,7 @@ def compile_with_inductor(
     _warn_about_nameless(config)
     private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT)
     patches: dict[str, Any] = {
-        "custom_partitioner_fn": OffloadPartitioner(config, device_of(example_inputs), observe),
+        "custom_partitioner_fn": OffloadPartitioner(config, example_inputs, observe),
         "post_grad_custom_post_pass": KeepLayouts(),
     }
     if mode is not None:
@@ -212,7 +217,7 @@ def trace_with_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, *, observe: Observer
 ) -> Any:
     """Go as far as the partitioner, then stop: the result computes nothing and returns zeros."""
-    return _trace(gm, example_inputs, OffloadPartitioner(config, device_of(example_inputs), observe))
+    return _trace(gm, example_inputs, OffloadPartitioner(config, example_inputs, observe))
 
 
 def capture_with_inductor(

@@ -6,8 +6,8 @@
 
 Guarantees:
 
-* Runs that differ only in `variant` and `measure` see the same weights, the same batch and the same random numbers at
-  step n, and every step has another batch. Their losses and gradients may therefore be compared to the bit.
+* Runs that differ only in `variant`, `regional` and `measure` see the same weights, the same batch and the same random
+  numbers at step n, and every step has another batch. Their losses and gradients may therefore be compared to the bit.
   `torch.use_deterministic_algorithms` is on: without it plain Inductor adds up an embedding's gradient with atomics,
   and two runs of the same program differ.
 * Memory and time are measured in different processes. To see on a CPU what a step really holds, glibc must give freed
@@ -55,7 +55,7 @@ LAYER_CLASSES = frozenset(
         "ResidualBlock",
     }
 )
-"""What the variant `checkpoint` takes as one layer in the models of `ssdtrain_fx.zoo`."""
+"""What counts as one layer in the models of `ssdtrain_fx.zoo`."""
 SAMPLE_INTERVAL_S = 0.002
 RETURN_FREED_MEMORY_AT_BYTES = 64 << 10
 STATUS = Path("/proc/self/status")
@@ -85,6 +85,8 @@ class Run:
     `budget` is Inductor under torch's `activation_memory_budget`. `hooks_host` and `hooks_disk` are Inductor under
     saved-tensor hooks: torch's `save_on_cpu`, and `SavedTensorsOnDisk`.
     """
+    regional: bool = False
+    """Each layer is compiled on its own, and what lies between them runs as plain PyTorch."""
     measure: Measure = "time"
     text: bool = False
     """Batches are source code of Python's standard library, one byte per token, instead of random numbers."""
@@ -94,6 +96,11 @@ class Run:
     dtype: Literal["float32", "bfloat16"] = "float32"
     options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Options of the ``ssdtrain`` backend. `hooks_disk` takes `ssd_dir`, `budget` takes `activation_memory_budget`."""
+
+    @property
+    def title(self) -> str:
+        """What sets this run apart in a table."""
+        return f"{self.variant}, by layer" if self.regional else self.variant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +200,7 @@ class Worker:
             if code < 0
             else f"exited with {code}"
         )
-        return f"The worker for {self.run.variant!r} ({self.run.measure}) {how}. It wrote:\n{written}"
+        return f"The worker for {self.run.title!r} ({self.run.measure}) {how}. It wrote:\n{written}"
 
 
 def take_turns(workers: Sequence[Worker], on_step: Callable[[Worker, Step], None], *, steps: int) -> list[list[Step]]:
@@ -391,10 +398,15 @@ def _recorded_peak_rss_bytes() -> int:
 
 
 def _compile(module: nn.Module, run: Run) -> Callable[..., object]:
+    backend: Any = "inductor"
     if run.variant == "ssdtrain":
         backend = ssdtrain_fx.backend(ssdtrain_fx.OffloadConfig.from_options(run.options))
-        return torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
-    compiled = torch.compile(module, backend="inductor", dynamic=False, fullgraph=True)
+    compiled: Any = module
+    if run.regional:
+        for layer in find_layers(module):
+            layer.compile(backend=backend, dynamic=False, fullgraph=True)
+    else:
+        compiled = torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
     if run.variant == "budget":
         return rivals.with_activation_budget(compiled, run.options["activation_memory_budget"])
     if run.variant == "hooks_host":
@@ -404,14 +416,20 @@ def _compile(module: nn.Module, run: Run) -> Callable[..., object]:
     return compiled
 
 
+def find_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of a model of `ssdtrain_fx.zoo`. Raises ValueError where there are none."""
+    layers = [layer for layer in module.modules() if type(layer).__name__ in LAYER_CLASSES]
+    if not layers:
+        raise ValueError(f"Found no layer; expected one of {', '.join(sorted(LAYER_CLASSES))}.")
+    return layers
+
+
 def checkpoint_every_layer(module: nn.Module) -> int:
     """Let backward compute each layer again; returns how many there are.
 
     The switch that transformers has for this does not compile as one graph for T5.
     """
-    layers = [layer for layer in module.modules() if type(layer).__name__ in LAYER_CLASSES]
-    if not layers:
-        raise ValueError(f"Found no layer to checkpoint; expected one of {', '.join(sorted(LAYER_CLASSES))}.")
+    layers = find_layers(module)
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     return len(layers)

@@ -79,6 +79,25 @@ def test_every_variant_is_timed_first_and_then_sampled_and_compared_with_inducto
     assert set(written) == {"date", "machine", "python", "torch", "results"}
 
 
+def test_layers_compiled_one_by_one_are_compared_with_their_like(worker: type[FakeWorker]) -> None:
+    """Other graphs, other bits: by layer, both variants agree with one another and not with the whole."""
+    worker.loss = staticmethod(lambda run, index: 1.0 + index + 2**-40 * run.regional)
+    done = run_bench("--regional", "--json", "-")
+    assert done.exit_code == 0, done.output
+    runs = [(result["run"]["variant"], result["run"]["regional"]) for result in json.loads(done.stdout)["results"]]
+    assert runs == [
+        ("inductor", False),
+        ("ssdtrain", False),
+        ("checkpoint", False),
+        ("inductor", True),
+        ("ssdtrain", True),
+    ]
+    assert all(result["equal_to_inductor"] for result in json.loads(done.stdout)["results"])
+    assert "ssdtrain, by layer" in done.stderr
+    worker.loss = staticmethod(lambda run, index: 1.0 + 2**-52 * (run.regional and run.variant == "ssdtrain"))
+    assert run_bench("--regional").exit_code == 1
+
+
 def test_a_variant_is_chosen_and_inductor_always_runs(worker: type[FakeWorker]) -> None:
     assert run_bench("--variant", "checkpoint").exit_code == 0
     assert {variant for _, variant in worker.opened} == {"inductor", "checkpoint"}

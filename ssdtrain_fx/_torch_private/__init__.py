@@ -10,12 +10,13 @@ Checked means: the source of that version was read. Only 2.13 is run by the test
 | ``_inductor.custom_graph_pass.CustomPartitionerFn`` | 2.11 2.13 2.15 | the pipeline is never called |
 | ``_inductor.custom_graph_pass.CustomGraphPass`` | 2.11 2.13 2.15 | other layouts: last bits differ |
 | ``_inductor.lowering``, ``ir``, ``V.graph.additional_buffer_deps`` | 2.13 | the scheduler moves our ops |
+| ``V.graph.never_reuse_buffers`` | 2.13 | a late release would lose data |
 | ``_inductor.output_code.OutputCode.source_code`` | 2.13 | convolution nets: last bits differ |
 | ``_inductor.list_mode_options`` | 2.11 2.13 2.15 | ``mode=`` cannot be honoured |
 | ``meta["inductor_realize_to_strides"]`` | 2.13 | a recomputed tensor may get another layout |
-| ``_functorch._aot_autograd.descriptors`` | 2.13 | graph logs lose labels |
+| ``_functorch._aot_autograd.descriptors`` | 2.13 | graph logs lose labels; inputs of a graph stay in memory |
 | ``_dynamo.backends.common.aot_autograd`` | 2.11 2.13 2.15 | no ``inner="aot_eager"`` |
-| ``multiprocessing.reductions.StorageWeakRef`` | 2.11 2.13 2.15 | no alias sets |
+| ``multiprocessing.reductions.StorageWeakRef`` | 2.11 2.13 2.15 | no alias sets, no deduplication |
 | ``_dynamo.config``, ``_dynamo.exc.BackendCompilerFailed`` | 2.13 | ``explain`` hits the recompile limit |
 | ``_subclasses.fake_tensor``, ``_ops.OpOverload``, ``utils._pytree`` | 2.13 | no graph analysis |
 """
@@ -44,7 +45,9 @@ __all__ = [
     "compile_apart",
     "fake_on",
     "functorch_config_patch",
+    "input_number",
     "is_saved_descriptor",
+    "is_tangent",
     "leaves_by_path",
     "saved_descriptors",
     "size_hint",
@@ -112,6 +115,20 @@ def saved_descriptors(nodes: Sequence[fx.Node]) -> list[object]:
 def is_saved_descriptor(descriptor: object) -> bool:
     """Does this descriptor of a forward output say that it is only saved for backward?"""
     return type(descriptor).__name__.startswith("SavedForBackwards")
+
+
+def input_number(descriptor: object) -> int | None:
+    """Which argument of the compiled function this placeholder is; None for one that AOTAutograd has made."""
+    from torch._functorch._aot_autograd import descriptors
+
+    return descriptor.idx if isinstance(descriptor, descriptors.PlainAOTInput) else None
+
+
+def is_tangent(descriptor: object) -> bool:
+    """Is this placeholder the gradient of a result, with which backward begins?"""
+    from torch._functorch._aot_autograd import descriptors
+
+    return isinstance(descriptor, descriptors.TangentAOTInput)
 
 
 def functorch_config_patch(**changes: Any) -> AbstractContextManager[None]:

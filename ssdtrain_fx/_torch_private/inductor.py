@@ -114,12 +114,22 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
         source.freeze_layout()
         return (x, list(source.get_stride()), *rest)
 
+    def own_memory(token: Any, x: Any, *late: bool) -> tuple[Any, ...]:
+        """A late release returns before the bytes have left, so no later kernel may get the memory of ``x``."""
+        if late == (True,) and config.memory_planning:  # hands memory on regardless
+            return (token, x)
+        if late == (True,):
+            V.graph.never_reuse_buffers.add(x.get_name())
+        return (token, x, *late)
+
     def install(op: Any, *, after_kernel: bool, before_kernel: bool) -> None:
         call = lowering.fallback_handler(op, add_to_fallback_set=False)
 
         def lower(*args: Any) -> Any:
             if op is offload:
                 args = record_layout(*args)
+            elif op is release:
+                args = own_memory(*args)
             order = cast(_PinnedOrder, V.graph.__dict__.setdefault("_ssdtrain_order", _PinnedOrder()))
             return order.lower(lambda: call(*args), after_kernel=after_kernel, before_kernel=before_kernel)
 

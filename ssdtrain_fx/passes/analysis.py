@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from torch import fx
+
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.alias_sets import AliasSets, find_alias_sets
 from ssdtrain_fx.passes.candidates import Candidate, find_candidates
+from ssdtrain_fx.passes.chains import find_activations
 from ssdtrain_fx.passes.fuse_intervals import fuse_intervals
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.liveness import LiveInterval, find_live_intervals
@@ -25,6 +28,8 @@ class Analysis:
     """When each storage is live if nothing moves, by its index."""
     node_s: tuple[float, ...]
     """Seconds of every node."""
+    activations: frozenset[fx.Node] = frozenset()
+    """Inputs that may move. Empty unless the graph is one of a chain."""
 
 
 def analyse(joint: ScheduledJointGraph, *, min_tensor_bytes: int, hardware: Hardware, fused: bool) -> Analysis:
@@ -36,13 +41,15 @@ def analyse(joint: ScheduledJointGraph, *, min_tensor_bytes: int, hardware: Hard
         fused: the graph will be compiled by Inductor, which keeps some storages out of memory and saves kernels.
     """
     alias_sets = find_alias_sets(joint.graph)
-    intervals = find_live_intervals(joint.graph, alias_sets)
+    activations = find_activations(joint)
+    intervals = find_live_intervals(joint.graph, alias_sets, activations)
     if fused:
         intervals = fuse_intervals(intervals, find_fused_kernels(joint, alias_sets), alias_sets)
     return Analysis(
         joint=joint,
         alias_sets=alias_sets,
-        candidates=find_candidates(joint, alias_sets, min_tensor_bytes=min_tensor_bytes),
+        candidates=find_candidates(joint, alias_sets, min_tensor_bytes=min_tensor_bytes, activations=activations),
         intervals=intervals,
         node_s=estimate_node_seconds(joint, alias_sets, hardware, fused=fused),
+        activations=activations,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import networkx as nx
 import torch
@@ -30,9 +30,17 @@ class Candidate:
 
 
 def find_candidates(
-    joint: ScheduledJointGraph, alias_sets: AliasSets, *, min_tensor_bytes: int
+    joint: ScheduledJointGraph,
+    alias_sets: AliasSets,
+    *,
+    min_tensor_bytes: int,
+    activations: Collection[fx.Node] = (),
 ) -> tuple[Candidate, ...]:
-    """One candidate per storage that backward reads, in the order of allocation."""
+    """One candidate per storage that backward reads, in the order of allocation.
+
+    Args:
+        activations: placeholders that nobody is known to hold outside; all others stay in memory.
+    """
     saved_by_storage: dict[int, list[fx.Node]] = {}
     positions = joint.positions()
     marker = positions[joint.marker]
@@ -50,7 +58,7 @@ def find_candidates(
         storage, saved_nodes = alias_sets.storages[idx], saved_by_storage[idx]
         representative = _find_representative(storage, saved_nodes, alias_sets)
         reason = (
-            _reason_of_role(storage, outputs, gradients, written)
+            _reason_of_role(storage, outputs, gradients, written, activations)
             or _reason_of_value(saved_nodes[0])
             or _reason_of_size(storage, min_tensor_bytes)
             or ("" if representative is not None else "no node covers the storage: only a part of it is in this graph")
@@ -119,8 +127,10 @@ def _covers(node: fx.Node, storage: Storage) -> bool:
     return offset == 0 and expected * value.element_size() == storage_bytes
 
 
-def _reason_of_role(storage: Storage, outputs: set[int], gradients: set[int], written: set[int]) -> str:
-    if storage.is_input:
+def _reason_of_role(
+    storage: Storage, outputs: set[int], gradients: set[int], written: set[int], activations: Collection[fx.Node]
+) -> str:
+    if storage.is_input and storage.allocator not in activations:
         return "graph input: a parameter, a buffer or data that the caller holds"
     if storage.idx in outputs:
         return "graph output: the caller holds it, offloading would free nothing"

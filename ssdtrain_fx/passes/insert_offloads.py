@@ -55,13 +55,20 @@ class _Chain:
 
 
 def insert_offloads(
-    joint: ScheduledJointGraph, alias_sets: AliasSets, plan: Plan, candidates: Sequence[Candidate], *, engine: str
+    joint: ScheduledJointGraph,
+    alias_sets: AliasSets,
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    *,
+    engine: str,
+    link: str = "",
 ) -> ScheduledJointGraph:
     """Rewrite ``joint`` in place so that it executes ``plan``. A plan that keeps everything changes nothing.
 
     Args:
         candidates: those that the plan was made from.
         engine: what the ops are told about the engine (``EngineConfig.to_argument()``).
+        link: names the graph where it is one of a chain. Then a release at the end of forward does not wait.
 
     Raises:
         InternalError: the plan does not belong to this graph.
@@ -101,9 +108,11 @@ def insert_offloads(
     for position, step, chain in sorted(steps, key=lambda item: item[:2]):
         with joint.graph.inserting_before(nodes[position]):
             if step is Step.OFFLOAD:
-                _insert_offload(joint.graph, chain, symbols, engine)
+                _insert_offload(joint.graph, chain, symbols, engine, link)
             elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
-                _insert_release(joint.graph, chain)
+                # What comes from outside may be written to out there once forward is over: it has to leave before.
+                late = bool(link) and nodes[position] is joint.marker and not chain.candidate.storage.is_input
+                _insert_release(joint.graph, chain, late)
             elif step is Step.WAIT:
                 replicas = _insert_wait(joint.graph, chain, alias_sets)
                 _redirect_backward_reads(replicas, positions, positions[joint.marker])
@@ -113,7 +122,7 @@ def insert_offloads(
     return joint
 
 
-def _insert_offload(graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.Node], engine: str) -> None:
+def _insert_offload(graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.Node], engine: str, link: str) -> None:
     source = chain.source
     value = _value(source)
 
@@ -134,9 +143,10 @@ def _insert_offload(graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.
     chain.size = as_arguments(value.shape, torch.ops.aten.sym_size.int)
     chain.stride = as_arguments(value.stride(), torch.ops.aten.sym_stride.int)
     # The compiler that picks the layout of the source fills in its strides.
-    chain.token = graph.call_function(
-        OFFLOAD, (source, [], source.name, engine, chain.decision.out_s, chain.decision.back_s)
-    )
+    arguments: tuple[Argument, ...] = (source, [], source.name, engine, chain.decision.out_s, chain.decision.back_s)
+    if link:
+        arguments += (link, chain.candidate.storage.is_input)
+    chain.token = graph.call_function(OFFLOAD, arguments)
     _annotate(chain.token, source, _fake_token(value))
 
 
@@ -145,8 +155,9 @@ def _expression(symbol: Any) -> object:
     return symbol.node.expr
 
 
-def _insert_release(graph: fx.Graph, chain: _Chain) -> None:
-    token = graph.call_function(RELEASE, (chain.token, chain.source))
+def _insert_release(graph: fx.Graph, chain: _Chain, late: bool) -> None:
+    arguments: tuple[Argument, ...] = (chain.token, chain.source)
+    token = graph.call_function(RELEASE, (*arguments, True) if late else arguments)
     _annotate(token, chain.source, _fake_token(_value(chain.source)))
     chain.token = token
 

@@ -42,6 +42,9 @@ class ScheduledJointGraph:
     backward_inputs: tuple[fx.Node, ...]
     """Placeholders that only backward has: tangents, seeds and states of random numbers."""
 
+    activation_inputs: frozenset[int] = frozenset()
+    """Which arguments of the compiled function are results of other graphs, or of operators between graphs."""
+
     @property
     def graph(self) -> fx.Graph:
         return self.gm.graph
@@ -73,14 +76,20 @@ class ScheduledJointGraph:
         gm = fx.GraphModule(self.gm, graph, class_name=type(self.gm).__name__)
         gm.meta = dict(self.gm.meta)
         saved, backward_inputs = (tuple(env[node] for node in nodes) for nodes in (self.saved, self.backward_inputs))
-        return ScheduledJointGraph(gm, saved, backward_inputs), env
+        return dataclasses.replace(self, gm=gm, saved=saved, backward_inputs=backward_inputs), env
 
     def text(self) -> str:
         """The graph as readable Python with shapes and strides."""
         return self.gm.print_readable(print_output=False, include_stride=True, include_device=False)
 
 
-def join(forward: fx.GraphModule, backward: fx.GraphModule, *, num_forward_outputs: int) -> ScheduledJointGraph:
+def join(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *,
+    num_forward_outputs: int,
+    activation_inputs: frozenset[int] = frozenset(),
+) -> ScheduledJointGraph:
     """Build the scheduled joint graph of a partitioned training step.
 
     Args:
@@ -127,6 +136,7 @@ def join(forward: fx.GraphModule, backward: fx.GraphModule, *, num_forward_outpu
         gm=gm,
         saved=tuple(env[node] for node in saved),
         backward_inputs=tuple(env[node] for node in own_placeholders),
+        activation_inputs=activation_inputs,
     )
 
 

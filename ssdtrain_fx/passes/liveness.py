@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import fx
 
@@ -54,8 +54,13 @@ class MemoryProfile:
         return self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
 
 
-def find_live_intervals(graph: fx.Graph, alias_sets: AliasSets) -> dict[int, LiveInterval]:
+def find_live_intervals(
+    graph: fx.Graph, alias_sets: AliasSets, activations: Collection[fx.Node] = ()
+) -> dict[int, LiveInterval]:
     """The live interval of every storage that the graph allocates, by storage index.
+
+    Args:
+        activations: placeholders that count as well, as long as the graph needs them.
 
     Storages whose size depends on data are left out: nobody knows their bytes before they exist.
     """
@@ -71,7 +76,7 @@ def find_live_intervals(graph: fx.Graph, alias_sets: AliasSets) -> dict[int, Liv
                 end[idx] = position + 1
     intervals: dict[int, LiveInterval] = {}
     for storage in alias_sets.storages:
-        if not storage.is_input:
+        if not storage.is_input or storage.allocator in activations:
             try:
                 size_bytes = storage.hint_bytes
             except ValueError:

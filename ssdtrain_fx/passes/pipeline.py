@@ -22,6 +22,7 @@ from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.analysis import Analysis, analyse
 from ssdtrain_fx.passes.apply_policy import apply_policy
+from ssdtrain_fx.passes.chains import name_link
 from ssdtrain_fx.passes.choose_recomputations import propose_recomputations
 from ssdtrain_fx.passes.copy_out_views import copy_out_views
 from ssdtrain_fx.passes.describe_schedule import ScheduleDescriber, Timeline
@@ -65,6 +66,7 @@ def offload_saved_tensors(
     config: OffloadConfig,
     hardware: Hardware,
     describe: bool = False,
+    activation_inputs: frozenset[int] = frozenset(),
 ) -> OffloadedStep:
     """Rewrite a partitioned training step so that saved tensors leave memory between forward and backward.
 
@@ -73,6 +75,7 @@ def offload_saved_tensors(
         num_forward_outputs: how many results of ``forward`` are not saved for backward.
         hardware: what the plan is made for.
         describe: also tell the timeline and print the graph before and after: seconds for thousands of nodes.
+        activation_inputs: see :func:`~ssdtrain_fx.passes.chains.find_activation_inputs`.
 
     Raises:
         BudgetError: ``memory_budget_bytes`` is out of reach.
@@ -80,7 +83,7 @@ def offload_saved_tensors(
         PassError: a pass of the user returned what cannot be compiled.
         InternalError: the rewritten graph breaks an invariant.
     """
-    joint = join(forward, backward, num_forward_outputs=num_forward_outputs)
+    joint = join(forward, backward, num_forward_outputs=num_forward_outputs, activation_inputs=activation_inputs)
     before = joint.text() if describe else ""
     joint = run_custom_passes(joint, config.passes)
     if config.inner == "inductor":
@@ -113,6 +116,7 @@ def offload_saved_tensors(
             plan,
             planned.analysis.candidates,
             engine=config.engine_config().to_argument(),
+            link=name_link(joint) if analysis.activations else "",
         )
         verify_offloads(joint)
     elif not changed and not plan.recomputed:
@@ -133,6 +137,12 @@ class _Planned:
     analysis: Analysis
     problem: TransferProblem
     plan: Plan
+
+    @property
+    def left_behind_bytes(self) -> int:
+        """What is in memory between forward and backward."""
+        movable_bytes = sum(movable.size_bytes for movable in self.problem.movables)
+        return self.problem.fixed_live_bytes[self.problem.marker] + movable_bytes - self.plan.offloaded_bytes
 
 
 def _analyse(joint: ScheduledJointGraph, config: OffloadConfig, hardware: Hardware) -> Analysis:
@@ -164,6 +174,8 @@ def _choose(analysis: Analysis, config: OffloadConfig, hardware: Hardware) -> _P
     if config.memory_budget_bytes is not None:
         return min(found, key=lambda one: (one.plan.exposed_s, one.plan.peak_after_bytes))
     allowed = [one for one in found if one.plan.slowdown <= config.max_slowdown]
+    if analysis.activations:
+        return min(allowed or found[:1], key=lambda one: (one.left_behind_bytes, one.plan.exposed_s))
     return min(allowed or found[:1], key=lambda one: (one.plan.peak_after_bytes, one.plan.exposed_s))
 
 

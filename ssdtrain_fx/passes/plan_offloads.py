@@ -15,6 +15,7 @@ from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis import Analysis
 from ssdtrain_fx.passes.candidates import Candidate
+from ssdtrain_fx.passes.chains import choose_most
 from ssdtrain_fx.passes.find_recomputations import Recomputation
 from ssdtrain_fx.passes.liveness import LiveInterval, memory_profile
 from ssdtrain_fx.passes.place_transfers import Choice, choose_all, choose_cheapest, choose_lowest_peak, floor_bytes
@@ -41,7 +42,8 @@ def plan_offloads(
     Args:
         problem: what :func:`pose_problem` made of the same analysis.
         move_all: offload every storage that may move, whatever it costs.
-        max_slowdown: the lowest peak that adds at most this share to the step is chosen.
+        max_slowdown: the lowest peak that adds at most this share to the step is chosen. Of a graph in a chain, as many
+            bytes as it allows are moved.
         memory_budget_bytes: instead, the peak is brought under this at the least cost, and nothing more is moved.
 
     Raises:
@@ -61,6 +63,8 @@ def plan_offloads(
                 "Raise the budget to at least that, or lower the batch size or min_tensor_bytes.",
             )
         choice, reason_not_moved = found, KEPT_FITS
+    elif analysis.activations:
+        choice, reason_not_moved = choose_most(problem, max_slowdown=max_slowdown), KEPT_TIME
     else:
         choice = choose_lowest_peak(problem, max_slowdown=max_slowdown)
         if choice.peak_bytes > floor:
@@ -170,6 +174,8 @@ def _describe_movable(
             if positions[user] > marker:
                 first_backward_read = min(first_backward_read, positions[user])
         last_forward_read = max([last_forward_read, *(positions[user] for user in forward_users)])
+    if candidate.storage.is_input:
+        last_forward_read = marker - 1  # the caller holds it until forward returns
     return Movable(
         idx=interval.storage_idx,
         size_bytes=interval.size_bytes,

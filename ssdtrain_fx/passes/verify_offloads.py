@@ -1,6 +1,7 @@
 """The verifier: every invariant of a rewritten joint graph, checked on the graph itself and not on the plan.
 
 - An offload moves a storage that the graph allocates, that no one holds outside and no op writes; once per storage.
+  An input is moved only as one that is held outside, and is never released late.
 - Its token goes to exactly one release, in forward, with the very same tensor.
 - Nothing reads the storage after the release: not in forward, and in backward not at all.
 - A reload stands in backward and takes a released token. Exactly one wait takes its ticket, and both ask for the shape,
@@ -40,7 +41,7 @@ def verify_offloads(joint: ScheduledJointGraph) -> None:
         storage = _storage_of(source, alias_sets, offload)
         if positions[offload] > marker:
             _fail(offload, "an offload stands in backward")
-        if storage.is_input or storage.idx in held:
+        if storage.is_input != (offload.args[7:] == (True,)) or storage.idx in held:
             _fail(offload, "the offloaded storage is held outside the graph")
         if storage.idx in written:
             _fail(offload, "the offloaded storage is written in place")
@@ -48,8 +49,10 @@ def verify_offloads(joint: ScheduledJointGraph) -> None:
             _fail(offload, "the storage is offloaded twice")
         seen.add(storage.idx)
         release = _only_user(offload, RELEASE)
-        if release.args != (offload, source) or positions[release] > marker:
+        if release.args[:2] != (offload, source) or positions[release] > marker:
             _fail(release, "a release must stand in forward and take the offloaded tensor itself")
+        if release.args[2:] == (True,) and storage.is_input:
+            _fail(release, "an input is released late, when its owner may write to it already")
         for member in storage.members:
             for user in member.users:
                 if positions[user] > positions[release]:

@@ -53,6 +53,9 @@ class CudaMover:
     def mark(self, device: torch.device) -> Mark:
         return self._record(self._cuda.current_stream(device))
 
+    def stream(self, device: torch.device) -> object:
+        return self._cuda.current_stream(device)
+
     def copy_out(self, source: Region, start: int, length: int, buffer: StagingBuffer, after: Mark) -> Mark:
         pinned = self._pinned(buffer)
         device = source.tensor.device

@@ -8,7 +8,8 @@ Guarantees:
 * ``offload`` and ``reload`` return at once; ``release`` and ``wait`` block only for what their contract needs, and the
   time is counted as stall.
 * After ``release`` the engine reads the tensor no more. What has not left by then, and would hold up the step for
-  longer than the configuration allows, is copied to other memory and stays there.
+  longer than the configuration allows, is copied to other memory and stays there. A late release is the exception: the
+  engine then holds the tensor itself, for as long as it needs it.
 * Data that ``offload`` took comes back from ``reload`` and ``wait`` bit by bit, or ``wait`` raises ActivationLostError.
   A full or broken disk costs memory, not data.
 * Nobody waits for a disk that hangs for more than ``io_timeout_s``: ``wait`` raises ActivationLostError, other methods
@@ -40,11 +41,13 @@ from ssdtrain_fx.runtime.aio_lane import AIO_CHUNK_BYTES, AioLane
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.directory import check_directories
+from ssdtrain_fx.runtime.graph_runs import GraphRuns
+from ssdtrain_fx.runtime.held_tensors import HeldTensors
 from ssdtrain_fx.runtime.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
 from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover
 from ssdtrain_fx.runtime.lane import BLOCK_S, Lane
 from ssdtrain_fx.runtime.layout import copy_elements, copy_with_layout, movable, same_layout, span_bytes
-from ssdtrain_fx.runtime.ledger import Entry, Fill, Ledger, lost
+from ssdtrain_fx.runtime.ledger import Ahead, Entry, Fill, Ledger, lost
 from ssdtrain_fx.runtime.movers import CpuMover
 from ssdtrain_fx.runtime.patience import Clock, Patience
 from ssdtrain_fx.runtime.spill_file import ChunkFile
@@ -103,6 +106,8 @@ class Engine:
         self._directories = directories
         self._file = open_file(directories)
         self._ledger = Ledger(self._file, Admission(config.max_stall_share, clock), Traffic(clock))
+        self._runs = GraphRuns(self._ledger)
+        self._held = HeldTensors()
         self._lanes: dict[str, Lane] = {}
         self._lanes_lock = threading.Lock()
 
@@ -123,15 +128,30 @@ class Engine:
     # -- the ops -------------------------------------------------------------------------------------------------------
 
     @traced
-    def offload(self, x: Tensor, name: str, *, out_s: float | None = None, back_s: float | None = None) -> Tensor:
+    def offload(
+        self,
+        x: Tensor,
+        name: str,
+        *,
+        out_s: float | None = None,
+        back_s: float | None = None,
+        link: str = "",
+        held: bool = False,
+    ) -> Tensor:
         """Start moving ``x`` to the file. ``x`` must stay allocated and unwritten until :meth:`release` returns.
 
         By the plan, ``release`` comes ``out_s`` later, and from ``reload`` to ``wait`` it is ``back_s``. None: unknown.
         Where moving ``x`` would hold up the step for longer than the configuration allows, it stays in memory.
+
+        ``link`` names the graph where it is one of a chain of graphs. ``held`` tensors come from outside of it: if
+        another graph has offloaded the same one, the token stands for that.
         """
         ledger = self._ledger
         if x.layout is not torch.strided:
             raise InternalError(f"offload({name!r}): expected a strided tensor, got layout {x.layout}")
+        known = self._find_held(x, name) if held else None
+        if known is not None:
+            return make_token(known)
         lane = self._lane(x.device.type)
         source = movable(x.detach())
         byte_count = span_bytes(source)
@@ -152,16 +172,23 @@ class Engine:
                 lane.enlist_copies(entry)
             else:
                 ledger.enter_resident(handle, entry)
+            if link:
+                self._runs.add(entry, handle, link)
+            if held:
+                self._held.add(x, handle, ledger.entries.__contains__)
         if moves:
             lane.begin_copies()
         ledger.tidy()
         return token
 
     @traced
-    def release(self, token: Tensor, x: Tensor) -> Tensor:
+    def release(self, token: Tensor, x: Tensor, *, late: bool = False) -> Tensor:
         """Wait until every byte has left ``x``; its memory may be reused afterwards.
 
         Where that would take longer than the configuration allows, ``x`` is copied to other memory instead.
+
+        A ``late`` release waits only for what the run of the graph before has left behind. Nobody may write to ``x``
+        any more; the engine holds it until every byte has left.
         """
         ledger = self._ledger
         entry = self._entry("release", token)
@@ -176,15 +203,17 @@ class Engine:
             ledger.check_usable(entry.name)
             ledger.drain()
             lane.make_progress()
-            if entry.uncopied:
-                self._wait_until_copied(lane, entry)
+            self._wait_until_copied(lane, entry, self._runs.must_leave(entry) if late else [entry])
             copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]
             staying = entry.source.tensor if entry.stays and entry.source is not None else None
-            if staying is None and not copied:
+            leaves_late = late and staying is None and entry.uncopied > 0
+            if leaves_late:
+                ledger.counters.late_bytes += entry.byte_count
+            elif staying is None and not copied:
                 ledger.drop_source(entry)
         if staying is not None:
-            self._keep(entry, x, staying)
-        elif copied:
+            self._keep(entry, x, staying, late)
+        elif copied and not leaves_late:
             for mark in copied:
                 lane.mover.wait_stream(mark, entry.device)
             with ledger.lock:
@@ -219,6 +248,9 @@ class Engine:
         if entry.stays:
             return self._reload_from_memory(entry, stride)
         lane = self._lane(entry.device.type)
+        y = self._take_ahead(entry, tuple(stride), device, lane)
+        if y is not None:
+            return y
         temporary = None
         if same_layout(entry.size, stride, entry.stored_stride):
             y = lane.allocate(size, stride, dtype, device, entry.byte_count)
@@ -232,6 +264,8 @@ class Engine:
             ledger.check_usable(entry.name)
             ledger.drain()
             ledger.counters.reloads += 1
+            self._runs.reloaded(entry)
+            entry.reloaded = True
             if entry.byte_count:
                 entry.fills[y.data_ptr()] = fill
                 lane.enlist_reads(fill)
@@ -284,6 +318,9 @@ class Engine:
         with ledger.lock:
             entry.waited_addresses.add(address)
             entry.fills.pop(address, None)
+            next_entries = self._runs.waited(entry)
+        for next_entry in next_entries:
+            self._begin_ahead(next_entry)
 
     def hand_over(self, y: Tensor) -> Tensor:
         """``y``, after :meth:`wait`, for somebody who may write to it; the caller has dropped its token.
@@ -321,6 +358,9 @@ class Engine:
                 kept_for_time=counters.kept_for_time,
                 kept_for_time_bytes=counters.kept_for_time_bytes,
                 cancelled_bytes=counters.cancelled_bytes,
+                deduplicated_bytes=counters.deduplicated_bytes,
+                late_bytes=counters.late_bytes,
+                ahead_bytes=counters.ahead_bytes,
                 release_stall_s=counters.release_stall_s,
                 wait_stall_s=counters.wait_stall_s,
                 in_flight_bytes=counters.in_flight_bytes,
@@ -408,6 +448,62 @@ class Engine:
             raise InternalError(f"{op}: the token holds handle {handle_of(token)}, which this engine does not know")
         return entry
 
+    def _find_held(self, x: Tensor, name: str) -> Owner | None:
+        """The owner of what another graph has offloaded, if it is the same as ``x``."""
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.check_usable(name)
+            ledger.drain()
+            handle = self._held.find(x)
+            entry = None if handle is None else ledger.entries.get(handle)
+            owner = None if entry is None else entry.owner()
+            if entry is not None and owner is not None:
+                ledger.counters.deduplicated_bytes += entry.byte_count
+                entry.run = None  # two graphs will ask for it: that says nothing about their order
+        ledger.tidy()
+        return owner
+
+    def _begin_ahead(self, entry: Entry) -> None:
+        """Begin to reload ``entry`` before backward asks for it. What does not work is left to :meth:`reload`."""
+        if not entry.byte_count or not same_layout(entry.size, entry.stride, entry.stored_stride):
+            return
+        ledger, lane = self._ledger, self._lane(entry.device.type)
+        try:
+            y = lane.allocate(entry.size, entry.stride, entry.dtype, entry.device, entry.byte_count)
+        except (RuntimeError, MemoryError, OSError) as error:  # no memory now
+            log.debug("%s is not read ahead: %s", entry.name, error)
+            return
+        fill = Fill(entry, y, None, lane.mover.mark(y.device))
+        with ledger.lock:
+            if not entry.dead and not entry.stays and not entry.reloaded and entry.ahead is None and not ledger.closed:
+                entry.ahead = Ahead(y, fill, lane.mover.stream(y.device))
+                lane.enlist_reads(fill)
+        ledger.tidy()
+
+    def _take_ahead(self, entry: Entry, stride: tuple[int, ...], device: torch.device, lane: Lane) -> Tensor | None:
+        """What was begun ahead, if it is what backward asks for."""
+        ledger = self._ledger
+        with ledger.lock:
+            ahead = entry.ahead
+            if ahead is None:
+                return None
+            ledger.check_usable(entry.name)
+            entry.ahead = None
+            # Memory of another stream could be given away while this one still uses it; an error may have gone by now.
+            fits = stride == entry.stride and ahead.stream == lane.mover.stream(device) and ahead.fill.error is None
+            if fits:
+                ledger.counters.reloads += 1
+                ledger.counters.ahead_bytes += entry.byte_count
+                self._runs.reloaded(entry)
+                entry.reloaded = True
+                entry.fills[ahead.tensor.data_ptr()] = ahead.fill
+            else:
+                ledger.trash.append(ahead)
+        tensor = ahead.tensor if fits else None
+        del ahead
+        ledger.tidy()
+        return tensor
+
     def _lane(self, device_type: str) -> Lane:
         lane = self._lanes.get(device_type)
         if lane is not None:
@@ -459,18 +555,24 @@ class Engine:
             stall_s += max(0.0, meters[Direction.READ].transfer_s(size_bytes) - back_s)
         return stall_s
 
-    def _wait_until_copied(self, lane: Lane, entry: Entry) -> None:
-        """Wait until ``entry`` has left its tensor, or decide that it stays there. Needs the lock."""
+    def _wait_until_copied(self, lane: Lane, entry: Entry, awaited: Sequence[Entry]) -> None:
+        """Wait until the ``awaited`` have left their tensors; if that takes too long, ``entry`` stays in its own.
+
+        Needs the lock.
+        """
+        if not any(other.uncopied for other in awaited):
+            return
         ledger = self._ledger
         start_s = self._clock()
         limit_s = entry.charged_s + ledger.admission.patience_s()
         if entry.fills:  # a reload that came before the release reads the file
             limit_s = math.inf
         patience = self._patience()
-        while entry.uncopied:
+        while any(other.uncopied for other in awaited):
             left_s = limit_s - (self._clock() - start_s)
             if left_s <= 0:
-                ledger.stay(entry)
+                if entry.uncopied:
+                    ledger.stay(entry)
                 break
             self._wait_for_progress(lane, entry, patience, left_s)
         stall_s = self._clock() - start_s
@@ -486,15 +588,16 @@ class Engine:
         entry.charged_s -= predicted_s
         ledger.admission.charge(stall_s - predicted_s)
 
-    def _keep(self, entry: Entry, x: Tensor, source: Tensor) -> None:
+    def _keep(self, entry: Entry, x: Tensor, source: Tensor, late: bool) -> None:
         """``x`` stays in memory.
 
-        A copy of it does. To hold ``x`` itself would not do: a compiler may write the next tensor to its memory as soon
-        as its last reader is through (``buf55 = buf42  # reuse``), whoever else holds it.
+        A copy of it does, unless its release is a late one. To hold ``x`` itself would not do: a compiler may write the
+        next tensor to its memory as soon as its last reader is through (``buf55 = buf42  # reuse``), whoever else holds
+        it.
         """
         ledger = self._ledger
         is_copy = source.data_ptr() != x.data_ptr()
-        resident = source if is_copy else copy_with_layout(source)
+        resident = source if is_copy or late else copy_with_layout(source)
         with ledger.lock:
             ledger.settle_in(entry, resident)
             if entry.unsafe == 0:

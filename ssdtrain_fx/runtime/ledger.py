@@ -23,6 +23,7 @@ import enum
 import logging
 import threading
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ from ssdtrain_fx.runtime.staging import StagingBuffer
 from ssdtrain_fx.runtime.tokens import Owner
 from ssdtrain_fx.runtime.trace import Trace
 from ssdtrain_fx.runtime.traffic import Traffic
+
+if TYPE_CHECKING:
+    from ssdtrain_fx.runtime.graph_runs import GraphRun
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +81,7 @@ class Entry:
 
     __slots__ = (
         "address",
+        "ahead",
         "busy",
         "byte_count",
         "charged_s",
@@ -89,7 +94,9 @@ class Entry:
         "name",
         "owner",
         "ready",
+        "reloaded",
         "resident",
+        "run",
         "size",
         "slot",
         "source",
@@ -133,6 +140,12 @@ class Entry:
         self.charged_s = 0.0
         """Stall that was predicted, and is paid for, but has not come yet."""
         self.dead = False
+        self.run: GraphRun | None = None
+        """The run of a graph that it belongs to, where graphs follow one another."""
+        self.ahead: Ahead | None = None
+        """A reload that was begun before backward asked for it."""
+        self.reloaded = False
+        """Backward has asked for it."""
 
     @property
     def unneeded_on_disk(self) -> bool:
@@ -170,6 +183,16 @@ class Fill:
             self.error = error.with_traceback(None)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ahead:
+    """A reload that nobody has asked for yet."""
+
+    tensor: Tensor
+    fill: Fill
+    stream: object
+    """The stream whose memory ``tensor`` is; None on the CPU."""
+
+
 @dataclasses.dataclass(slots=True)
 class Counters:
     """See :class:`ssdtrain_fx.runtime.statistics.Statistics`."""
@@ -185,6 +208,9 @@ class Counters:
     kept_for_time: int = 0
     kept_for_time_bytes: int = 0
     cancelled_bytes: int = 0
+    deduplicated_bytes: int = 0
+    late_bytes: int = 0
+    ahead_bytes: int = 0
     release_stall_s: float = 0.0
     wait_stall_s: float = 0.0
     in_flight_bytes: int = 0
@@ -300,6 +326,7 @@ class Ledger:
                     self.source_is_safe(chunk)
                     self.cancel(chunk)
             entry.dead = True
+            self.drop_ahead(entry)
             del self.entries[handle]
             self.admission.charge(-entry.charged_s)
             if entry.resident is not None:
@@ -321,6 +348,12 @@ class Ledger:
         entry.unsafe -= 1
         if entry.unsafe == 0:
             self.drop_source(entry)
+
+    def drop_ahead(self, entry: Entry) -> None:
+        """Nobody will ask for what was begun ahead."""
+        if entry.ahead is not None:
+            self.trash.append(entry.ahead)
+            entry.ahead = None
 
     def drop_source(self, entry: Entry) -> None:
         if entry.source is not None:

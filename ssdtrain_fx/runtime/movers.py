@@ -55,6 +55,10 @@ class Mover(Protocol):
         """This point of the caller's current stream."""
         ...
 
+    def stream(self, device: torch.device) -> object:
+        """The caller's current stream, to be compared with another one; None where there are none."""
+        ...
+
     def copy_out(self, source: Region, start: int, length: int, buffer: StagingBuffer, after: Mark) -> Mark:
         """``source[start:start + length]`` -> ``buffer``, not before ``after``."""
         ...
@@ -92,6 +96,9 @@ class CpuMover:
     enqueues = False
 
     def mark(self, device: torch.device) -> Mark:
+        return None
+
+    def stream(self, device: torch.device) -> object:
         return None
 
     def copy_out(self, source: Region, start: int, length: int, buffer: StagingBuffer, after: Mark) -> Mark:

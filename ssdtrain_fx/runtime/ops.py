@@ -2,8 +2,8 @@
 
 ::
 
-    forward    token  = ssdtrain.offload(x, stride, name, engine, out_s, back_s)   # starts moving x out
-               token1 = ssdtrain.release(token, x)                         # x may be reused from here on
+    forward    token  = ssdtrain.offload(x, stride, name, engine, out_s, back_s, link, held)   # starts moving x out
+               token1 = ssdtrain.release(token, x, late)                   # x may be reused from here on
     backward   ticket = ssdtrain.reload(token1, size, stride, dtype, device)   # memory is taken, the data on its way
                y      = ssdtrain.wait(ticket, size, stride, dtype, device)     # y may be read
 
@@ -45,10 +45,11 @@ _tags = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagrap
 
 _library = torch.library.Library("ssdtrain", "DEF")
 _library.define(
-    "offload(Tensor x, SymInt[] stride, str name, str engine, float? out_s=None, float? back_s=None) -> Tensor",
+    "offload(Tensor x, SymInt[] stride, str name, str engine, float? out_s=None, float? back_s=None, "
+    "str link='', bool held=False) -> Tensor",
     tags=_tags,
 )
-_library.define("release(Tensor token, Tensor x) -> Tensor", tags=_tags)
+_library.define("release(Tensor token, Tensor x, bool late=False) -> Tensor", tags=_tags)
 _library.define(
     "reload(Tensor token, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device) -> Tensor", tags=_tags
 )
@@ -64,8 +65,10 @@ def _offload(
     engine: str,
     out_s: float | None = None,
     back_s: float | None = None,
+    link: str = "",
+    held: bool = False,
 ) -> Tensor:
-    return _engines.open(engine).offload(x, name, out_s=out_s, back_s=back_s)
+    return _engines.open(engine).offload(x, name, out_s=out_s, back_s=back_s, link=link, held=held)
 
 
 def _fake_offload(
@@ -75,15 +78,17 @@ def _fake_offload(
     engine: str,
     out_s: float | None = None,
     back_s: float | None = None,
+    link: str = "",
+    held: bool = False,
 ) -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
-def _release(token: Tensor, x: Tensor) -> Tensor:
-    return _engines.engine_of(token).release(token, x)
+def _release(token: Tensor, x: Tensor, late: bool = False) -> Tensor:
+    return _engines.engine_of(token).release(token, x, late=late)
 
 
-def _fake_release(token: Tensor, x: Tensor) -> Tensor:
+def _fake_release(token: Tensor, x: Tensor, late: bool = False) -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 

@@ -33,6 +33,12 @@ class Statistics:
     kept_for_time_bytes: int = 0
     cancelled_bytes: int = 0
     """Bytes whose write had not begun when the last token died."""
+    deduplicated_bytes: int = 0
+    """Bytes handed to ``offload`` that another graph had handed in already."""
+    late_bytes: int = 0
+    """Bytes that had not left when ``release`` returned, because the next graph could run meanwhile."""
+    ahead_bytes: int = 0
+    """Bytes whose reload was begun while the graph before was running, and then asked for."""
     release_stall_s: float = 0.0
     """Time that ``release`` made the caller wait."""
     wait_stall_s: float = 0.0

@@ -1,0 +1,243 @@
+"""What crosses from graph to graph: late releases, reloads begun ahead, tensors that two graphs have offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from runtime_fakes import MemoryFile, engine_on
+from torch import Tensor
+
+from ssdtrain_fx.runtime.engine import Engine
+
+CPU = torch.device("cpu")
+NAMES = ["a", "b", "c"]
+SIZE = 8
+SIZE_BYTES = 4 * SIZE
+
+
+@pytest.fixture
+def file() -> MemoryFile:
+    return MemoryFile()
+
+
+@pytest.fixture
+def engine(file: MemoryFile, tmp_path: Path) -> Iterator[Engine]:
+    with engine_on(file, str(tmp_path)) as engine:
+        yield engine
+
+
+class Graph:
+    """A graph whose forward offloads three tensors and whose backward asks for them in the order ``backward``."""
+
+    def __init__(self, engine: Engine, link: str = "graph", backward: str = "cba") -> None:
+        self.engine, self.link, self.order = engine, link, backward
+
+    def forward(self, value: float) -> dict[str, Tensor]:
+        tokens: dict[str, Tensor] = {}
+        for number, name in enumerate(NAMES):
+            x = torch.full((SIZE,), float(value + number))
+            token = self.engine.offload(x, name, link=self.link)
+            tokens[name] = self.engine.release(token, x)
+        self.engine.wait_until_idle()
+        return tokens
+
+    def backward(self, tokens: dict[str, Tensor], value: float) -> None:
+        for name in self.order:
+            y = self.engine.reload(tokens[name], (SIZE,), (1,), torch.float32, CPU)
+            self.engine.wait(y, tokens[name])
+            assert torch.equal(y, torch.full((SIZE,), float(value + NAMES.index(name))))
+
+
+def ahead_of(engine: Engine) -> list[str]:
+    """Names of what is being read ahead, in the order of offloading."""
+    return [entry.name for entry in engine._ledger.entries.values() if entry.ahead is not None]  # pyright: ignore[reportPrivateUsage]
+
+
+def test_backward_reads_ahead_for_the_run_before_no_more_than_it_has_used(engine: Engine) -> None:
+    """``    run 2   reload c, wait c, reload b, wait b, reload a, wait a
+    run 1                             ^ c             ^ b            (what was waited for last may be in use)``"""
+    graph = Graph(engine)
+    first, second = graph.forward(10), graph.forward(20)
+    seen: list[list[str]] = []
+    for name in "cba":
+        y = engine.reload(second[name], (SIZE,), (1,), torch.float32, CPU)
+        engine.wait(y, second[name])
+        seen.append(ahead_of(engine))
+    assert seen == [[], ["c"], ["b", "c"]]
+    graph.backward(first, 10)
+    assert engine.statistics().ahead_bytes == 2 * SIZE_BYTES
+    assert engine.statistics().reloads == 6
+
+
+def test_the_order_of_the_last_backward_is_the_order_of_reading_ahead(engine: Engine) -> None:
+    graph = Graph(engine, backward="abc")
+    first, second = graph.forward(10), graph.forward(20)
+    graph.backward(second, 20)
+    assert ahead_of(engine) == ["a", "b"]
+    graph.backward(first, 10)
+
+
+def test_another_order_than_expected_costs_reads_and_nothing_else(engine: Engine) -> None:
+    """Backward of run 3 reads ahead for run 2, but run 1 comes: what was read ahead is given back."""
+    graph = Graph(engine)
+    first, second, third = graph.forward(10), graph.forward(20), graph.forward(30)
+    graph.backward(third, 30)
+    assert ahead_of(engine) == ["b", "c"]
+    graph.backward(first, 10)
+    assert ahead_of(engine) == []
+    graph.backward(second, 20)
+    engine.wait_until_idle()
+    statistics = engine.statistics()
+    assert statistics.ahead_bytes == 0
+    assert statistics.bytes_read == (9 + 2) * SIZE_BYTES
+
+
+def test_what_is_read_ahead_goes_with_its_token(engine: Engine) -> None:
+    graph = Graph(engine)
+    first, second = graph.forward(10), graph.forward(20)
+    graph.backward(second, 20)
+    assert ahead_of(engine) == ["b", "c"]
+    del first, second
+    engine.wait_until_idle()
+    assert ahead_of(engine) == []
+    assert engine.statistics().slots_in_use == 0
+
+
+def test_a_second_backward_of_the_same_graph(engine: Engine) -> None:
+    graph = Graph(engine)
+    first, second = graph.forward(10), graph.forward(20)
+    for _ in range(2):
+        graph.backward(second, 20)
+        graph.backward(first, 10)
+
+
+def test_a_failed_read_ahead_is_tried_again(engine: Engine, file: MemoryFile) -> None:
+    graph = Graph(engine)
+    first, second = graph.forward(10), graph.forward(20)
+    file.read_error = lambda index: OSError(5, "no luck") if index == 2 else None
+    for name in "cb":
+        y = engine.reload(second[name], (SIZE,), (1,), torch.float32, CPU)
+        engine.wait(y, second[name])
+    assert ahead_of(engine) == ["c"]
+    engine.wait_until_idle()
+    graph.backward(first, 10)
+    assert engine.statistics().ahead_bytes == 0
+
+
+def test_another_layout_than_expected_is_read_again(engine: Engine) -> None:
+    x = torch.arange(6.0).view(2, 3)
+    tokens: list[Tensor] = []
+    for _ in range(2):
+        for name in NAMES:
+            tokens.append(engine.release(token := engine.offload(y := x.clone(), name, link="graph"), y))
+            del token
+    engine.wait_until_idle()
+    for token in reversed(tokens):
+        y = engine.reload(token, (2, 3), (1, 2), torch.float32, CPU)
+        engine.wait(y, token)
+        assert y.stride() == (1, 2)
+        assert torch.equal(y, x)
+    assert engine.statistics().ahead_bytes == 0
+
+
+def test_a_late_release_waits_only_for_the_run_before(file: MemoryFile, tmp_path: Path) -> None:
+    """Staging has room for two tensors and the disk stands still: run 1 ends at once, run 2 when run 1 has left."""
+    xs = [torch.full((SIZE,), float(number)) for number in range(6)]
+    with engine_on(file, str(tmp_path), host_budget_bytes=3 * 4096) as engine:
+
+        def run(numbers: range) -> list[Tensor]:
+            tokens = [engine.offload(xs[number], f"x{number % 3}", link="graph") for number in numbers]
+            return [engine.release(token, xs[number], late=True) for number, token in zip(numbers, tokens, strict=True)]
+
+        file.writes_may_go_on.clear()
+        tokens = run(range(3))
+        assert engine.statistics().late_bytes >= SIZE_BYTES
+        assert engine.statistics().release_stall_s == 0
+        for number in range(3):
+            xs[number] = torch.empty(0)  # the engine holds what has not left
+        file.writes_may_go_on.set()
+        tokens += run(range(3, 6))
+        entries = list(engine._ledger.entries.values())  # pyright: ignore[reportPrivateUsage]
+        assert all(entry.uncopied == 0 for entry in entries[:3])
+        for number, token in enumerate(tokens):
+            y = engine.reload(token, (SIZE,), (1,), torch.float32, CPU)
+            engine.wait(y, token)
+            assert torch.equal(y, torch.full((SIZE,), float(number)))
+
+
+def test_a_late_release_that_lasts_too_long_keeps_the_tensor_itself(file: MemoryFile, tmp_path: Path) -> None:
+    """No copy is made of what nobody writes to any more, and a second backward finds it too."""
+    with engine_on(file, str(tmp_path), host_budget_bytes=3 * 4096, max_stall_share=0.0) as engine:
+        file.writes_may_go_on.clear()
+        addresses: list[int] = []
+        tokens: list[Tensor] = []
+        for number in range(9):
+            x = torch.full((SIZE,), float(number))
+            addresses.append(x.data_ptr())
+            tokens.append(engine.release(engine.offload(x, f"x{number % 3}", link="graph"), x, late=True))
+            del x
+        assert engine.statistics().kept_for_time_bytes > 0
+        entries = engine._ledger.entries.values()  # pyright: ignore[reportPrivateUsage]
+        residents = {entry.resident.data_ptr() for entry in entries if entry.resident is not None}
+        assert residents
+        assert residents <= set(addresses)
+        file.writes_may_go_on.set()
+        for _ in range(2):
+            for number, token in reversed([*enumerate(tokens)]):
+                y = engine.reload(token, (SIZE,), (1,), torch.float32, CPU)
+                engine.wait(y, token)
+                assert torch.equal(engine.hand_over(y), torch.full((SIZE,), float(number)))
+
+
+def held(engine: Engine, x: Tensor) -> Tensor:
+    return engine.release(engine.offload(x, "x", link="graph", held=True), x)
+
+
+def test_the_same_tensor_is_written_once(engine: Engine) -> None:
+    x = torch.arange(SIZE)
+    tokens = [held(engine, x), held(engine, x.view(SIZE))]
+    engine.wait_until_idle()
+    assert engine.statistics().bytes_written == x.nbytes
+    assert engine.statistics().deduplicated_bytes == x.nbytes
+    del tokens[0]
+    (token,) = tokens
+    y = engine.reload(token, x.size(), x.stride(), x.dtype, CPU)
+    engine.wait(y, token)
+    assert torch.equal(y, x)
+    del tokens, token
+    engine.wait_until_idle()
+    assert engine.statistics().slots_in_use == 0
+
+
+def test_what_differs_in_place_version_or_identity_is_another_tensor(engine: Engine) -> None:
+    x = torch.arange(2 * SIZE)
+    tokens = [held(engine, x)]
+    tokens.append(held(engine, x[:SIZE]))
+    tokens.append(held(engine, x[SIZE:]))
+    tokens.append(held(engine, x.view(torch.float64)))
+    tokens.append(held(engine, x.view(2, SIZE).t()))
+    expected = x.clone()
+    x.add_(1)
+    tokens.append(held(engine, x))
+    address = x.data_ptr()
+    del x
+    others = [torch.full((2 * SIZE,), number) for number in range(64)]  # one of them may get the same memory
+    tokens += [held(engine, other) for other in others if other.data_ptr() == address]
+    assert engine.statistics().deduplicated_bytes == 0
+    y = engine.reload(tokens[0], (2 * SIZE,), (1,), torch.int64, CPU)
+    engine.wait(y, tokens[0])
+    assert torch.equal(y, expected)
+
+
+def test_a_tensor_whose_tokens_have_died_is_written_again(engine: Engine) -> None:
+    x = torch.arange(SIZE)
+    held(engine, x)
+    engine.wait_until_idle()
+    token = held(engine, x)
+    assert engine.statistics().deduplicated_bytes == 0
+    y = engine.reload(token, x.size(), x.stride(), x.dtype, CPU)
+    engine.wait(y, token)
+    assert torch.equal(y, x)

@@ -8,6 +8,7 @@ Live spans follow the plan, not the new graph: what Inductor fuses never reaches
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,11 +16,11 @@ from typing import Any, Literal
 
 from torch import fx
 
-from ssdtrain_fx.passes.alias_sets import Storage
+from ssdtrain_fx.passes.alias_sets import AliasSets, Storage, find_alias_sets
 from ssdtrain_fx.passes.analysis import Analysis
 from ssdtrain_fx.passes.insert_recomputations import COPY_OF
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
-from ssdtrain_fx.passes.op_targets import OFFLOAD, OPS
+from ssdtrain_fx.passes.op_targets import OFFLOAD, OPS, WAIT
 from ssdtrain_fx.passes.plan import Offload, Plan
 from ssdtrain_fx.passes.simulate import Simulation, simulate
 from ssdtrain_fx.passes.source_lines import source_line
@@ -45,6 +46,21 @@ class ScheduledNode:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ScheduledStorage:
+    """Memory that values of this graph lie in, whether or not a compiler gives it any."""
+
+    name: str
+    """The node that makes it and a number, since a node may make several: ``addmm_3.0``."""
+    size_bytes: int
+    """0 where it depends on data."""
+    holders: tuple[str, ...]
+    """The nodes whose value lies in it, in order. The first one makes it; it is a placeholder for what is passed in,
+    and for what comes back the reload, which allocates, though its value is only the ticket."""
+    saved: bool
+    """Backward reads it, and it is there when backward begins."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LiveSpan:
     """A storage is in memory while the nodes at positions ``start <= position < end`` run."""
 
@@ -62,6 +78,8 @@ class Schedule:
     marker: int
     """Position where forward is over."""
     step_s: float
+    storages: tuple[ScheduledStorage, ...]
+    """By the alias sets of this very graph: what leaves and what comes back are two."""
     live: tuple[LiveSpan, ...]
     """What the graph itself allocates. A storage that leaves and comes back has two spans."""
 
@@ -121,12 +139,8 @@ class ScheduleDescriber:
             for one in plan.storages
             if isinstance(one.decision, Offload)
         }
-        names = _name_storages(before)
-        self._name_of_first = {_first(storage).name: names[storage.idx] for storage in before.alias_sets.storages}
-        started = itertools.accumulate(before.node_s, initial=0.0)
-        start_s = dict(zip(before.joint.graph.nodes, started, strict=False))
-        spans = _find_spans(before, names)
-        self._before = self._describe(before.joint, list(start_s), start_s, sum(before.node_s), spans)
+        self._name_of_first = _name_firsts(before)
+        self._before = describe_analysis(before)
         self._joint = planned.joint
         self._nodes = list(planned.joint.graph.nodes)
         self._names = _name_storages(planned, self._name_of_first)
@@ -148,44 +162,16 @@ class ScheduleDescriber:
                 spans += [dataclasses.replace(span, last=release), dataclasses.replace(span, first=reload)]
             else:
                 spans.append(span)
-        after = self._describe(self._joint, self._nodes, start_s, simulation.step_s, spans)
-        return Timeline(self._before, after, tuple(self._activities(simulation, start_s)))
-
-    def _describe(
-        self,
-        joint: ScheduledJointGraph,
-        planned_nodes: Sequence[fx.Node],
-        start_s: Mapping[fx.Node, float],
-        step_s: float,
-        spans: Iterable[_Span],
-    ) -> Schedule:
-        positions = joint.positions()
-        storage_of = {node: storage for (storage, _), node in _find_inserted(joint.graph).items()}
-        nodes: list[ScheduledNode] = []
-        now = 0.0
-        for node in positions:
-            now = start_s.get(node, now)  # a rebuilt view takes no time
-            storage = storage_of.get(node, "")
-            if COPY_OF in node.meta:
-                _, made = node.meta[COPY_OF]
-                storage = self._name_of_first[made]
-            nodes.append(_describe_node(node, now, storage))
-        # A view that only backward read is rebuilt there, and no longer stands at the end of forward.
-        last_before: dict[fx.Node, int] = {}
-        last = 0
-        for node in planned_nodes:
-            last = positions.get(node, last)
-            last_before[node] = last
-        live = (
-            LiveSpan(
-                span.storage,
-                span.size_bytes,
-                positions[span.first],
-                (positions[span.last] if span.last in positions else last_before[span.last]) + 1,
-            )
-            for span in spans
+        after = _describe(
+            self._joint,
+            self._nodes,
+            start_s,
+            simulation.step_s,
+            spans,
+            alias_sets=find_alias_sets(self._joint.graph),
+            name_of_first=self._name_of_first,
         )
-        return Schedule(tuple(nodes), positions[joint.marker], step_s, tuple(live))
+        return Timeline(self._before, after, tuple(self._activities(simulation, start_s)))
 
     def _activities(self, simulation: Simulation, start_s: Mapping[fx.Node, float]) -> Iterator[Activity]:
         for transfer in simulation.transfers:
@@ -199,6 +185,93 @@ class ScheduleDescriber:
                 _, made = node.meta[COPY_OF]
                 begin_s = start_s[node]
                 yield Activity(self._name_of_first[made], "recompute", begin_s, begin_s + node_s)
+
+
+def describe_analysis(analysis: Analysis) -> Schedule:
+    """The graph as it is, with nothing moved and nothing waited for."""
+    started = itertools.accumulate(analysis.node_s, initial=0.0)
+    start_s = dict(zip(analysis.joint.graph.nodes, started, strict=False))
+    return _describe(
+        analysis.joint,
+        list(start_s),
+        start_s,
+        sum(analysis.node_s),
+        _find_spans(analysis, _name_storages(analysis)),
+        alias_sets=analysis.alias_sets,
+        name_of_first=_name_firsts(analysis),
+    )
+
+
+def _describe(
+    joint: ScheduledJointGraph,
+    planned_nodes: Sequence[fx.Node],
+    start_s: Mapping[fx.Node, float],
+    step_s: float,
+    spans: Iterable[_Span],
+    *,
+    alias_sets: AliasSets,
+    name_of_first: Mapping[str, str],
+) -> Schedule:
+    positions = joint.positions()
+    storage_of = {node: storage for (storage, _), node in _find_inserted(joint.graph).items()}
+    nodes: list[ScheduledNode] = []
+    now = 0.0
+    for node in positions:
+        now = start_s.get(node, now)  # a rebuilt view takes no time
+        storage = storage_of.get(node, "")
+        if COPY_OF in node.meta:
+            _, made = node.meta[COPY_OF]
+            storage = name_of_first[made]
+        nodes.append(_describe_node(node, now, storage))
+    # A view that only backward read is rebuilt there, and no longer stands at the end of forward.
+    last_before: dict[fx.Node, int] = {}
+    last = 0
+    for node in planned_nodes:
+        last = positions.get(node, last)
+        last_before[node] = last
+    live = (
+        LiveSpan(
+            span.storage,
+            span.size_bytes,
+            positions[span.first],
+            (positions[span.last] if span.last in positions else last_before[span.last]) + 1,
+        )
+        for span in spans
+    )
+    storages = tuple(_describe_storages(joint, alias_sets))
+    return Schedule(tuple(nodes), positions[joint.marker], step_s, storages, tuple(live))
+
+
+def _describe_storages(joint: ScheduledJointGraph, alias_sets: AliasSets) -> Iterator[ScheduledStorage]:
+    positions = joint.positions()
+    marker = positions[joint.marker]
+    given_to_backward = set(joint.backward_inputs)
+    made: collections.Counter[str] = collections.Counter()
+    for storage in alias_sets.storages:
+        maker, holders = storage.allocator, storage.holders
+        if maker.target is WAIT:
+            maker = maker.all_input_nodes[0]
+            holders = (maker, *holders)
+        try:
+            size_bytes = storage.hint_bytes
+        except ValueError:
+            size_bytes = 0
+        readers = (user for holder in holders for user in holder.users if user.op != "output")
+        yield ScheduledStorage(
+            name=f"{maker.name}.{made[maker.name]}",
+            size_bytes=size_bytes,
+            holders=tuple(node.name for node in holders),
+            saved=positions[maker] < marker
+            and maker not in given_to_backward
+            and any(positions[reader] > marker for reader in readers),
+        )
+        made[maker.name] += 1
+
+
+def _name_firsts(analysis: Analysis) -> dict[str, str]:
+    """The names of all storages by their first nodes, which a copy of the graph has too."""
+    names = _name_storages(analysis)
+    return {_first(storage).name: names[storage.idx] for storage in analysis.alias_sets.storages}
 
 
 def _name_storages(analysis: Analysis, known: Mapping[str, str] | None = None) -> dict[int, str]:

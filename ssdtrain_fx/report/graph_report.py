@@ -8,12 +8,13 @@ import dataclasses
 import networkx as nx
 
 from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.passes.dependencies import find_dependencies
 from ssdtrain_fx.passes.describe_schedule import Timeline
 from ssdtrain_fx.passes.plan import Peak, Plan
 from ssdtrain_fx.passes.transfer_problem import TransferProblem
 from ssdtrain_fx.report.decisions import style_of
 from ssdtrain_fx.report.endurance import Endurance
-from ssdtrain_fx.report.graphs import diff_graphs, render_svg, to_dot, to_networkx
+from ssdtrain_fx.report.graphs import diff_graphs, render_svg, to_dot
 from ssdtrain_fx.report.table import Row, Sort, format_table, make_rows
 from ssdtrain_fx.units import format_bytes, format_seconds
 
@@ -109,11 +110,9 @@ class GraphReport:
         return "\n".join(diff_graphs(self.joint_before, self.joint_after, context=context))
 
     def to_networkx(self, *, after: bool = True) -> nx.DiGraph[str]:
-        """The rewritten graph, or with ``after=False`` the one before. An edge leads from a node to each reader.
-
-        Nodes carry ``position``, ``op``, ``module``, ``source``, ``phase``, ``start_s`` and ``storage``.
-        """
-        return to_networkx(self.timeline.after if after else self.timeline.before)
+        """Nodes and storages of the rewritten graph, or with ``after=False`` of the one before, and who makes, reads,
+        views and frees what: see :func:`~ssdtrain_fx.passes.dependencies.find_dependencies`."""
+        return find_dependencies(self.timeline.after if after else self.timeline.before)
 
     def to_dot(self, *, after: bool = True, around: str | None = None, hops: int = 2) -> str:
         """The graph in Graphviz's language, storages in the colour of their decision.

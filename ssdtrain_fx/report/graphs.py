@@ -1,4 +1,4 @@
-"""The graph before and after: as a diff, for networkx, and as a picture."""
+"""The graph before and after: as a diff, and as a picture."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import networkx as nx
 
 from ssdtrain_fx.errors import SSDTrainError
+from ssdtrain_fx.passes.dependencies import find_dependencies
 from ssdtrain_fx.passes.describe_schedule import Schedule
 
 GRAPHVIZ_TIMEOUT_S = 60
@@ -41,29 +42,6 @@ def code_lines(text: str) -> list[str]:
         line = _DIRECTORY.sub(r"\1", _FREED.sub("", line))
         lines.append(line if len(line) <= MAX_LINE else line[:MAX_LINE] + " ...")
     return lines
-
-
-def to_networkx(schedule: Schedule) -> nx.DiGraph[str]:
-    """Who reads whom: an edge from every node to its readers.
-
-    Nodes carry ``position``, ``op``, ``module``, ``source``, ``phase``, ``start_s`` and ``storage`` (what an inserted
-    node moves).
-    """
-    graph: nx.DiGraph[str] = nx.DiGraph()
-    for position, node in enumerate(schedule.nodes):
-        graph.add_node(
-            node.name,
-            position=position,
-            op=node.op,
-            module=node.module,
-            source=node.source,
-            phase="forward" if position < schedule.marker else "backward",
-            start_s=node.start_s,
-            storage=node.storage,
-        )
-    for node in schedule.nodes:
-        graph.add_edges_from((source, node.name) for source in node.inputs)
-    return graph
 
 
 def to_dot(schedule: Schedule, *, colors: Mapping[str, str], around: str | None = None, hops: int = 2) -> str:
@@ -115,7 +93,8 @@ def render_svg(dot: str) -> str:
 
 
 def _neighbourhood(schedule: Schedule, storage: str, hops: int) -> set[str]:
-    graph = to_networkx(schedule)
+    nodes = [node.name for node in schedule.nodes]
+    graph = find_dependencies(schedule).subgraph(nodes)
     seeds = [node.name for node in schedule.nodes if storage in (node.name, node.storage)]
     if not seeds:
         raise SSDTrainError(f"No node of the graph is or moves {storage!r}.")

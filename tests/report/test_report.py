@@ -210,16 +210,21 @@ def test_networkx_knows_who_reads_whom(report: Report) -> None:
     (after,) = report.to_networkx()
     before = graph.to_networkx(after=False)
     moved = graph.plan.offloaded[0].name
-    chain = [name for name, data in after.nodes(data=True) if data["storage"] == moved]
+    executed = [name for name, data in after.nodes(data=True) if data["kind"] == "node"]
+    chain = [name for name in executed if after.nodes[name]["storage"] == moved]
     assert [after.nodes[name]["op"].split(".")[1] for name in chain] == list(OPS)
     assert [after.has_edge(*pair) for pair in zip([moved, *chain], chain, strict=False)] == [True] * 4
     assert [after.nodes[name]["phase"] for name in chain] == ["forward", "forward", "backward", "backward"]
-    backward_readers = [name for name in before[moved] if before.nodes[name]["phase"] == "backward"]
+    in_backward = [name for name in before[moved] if before.nodes[name]["phase"] == "backward"]
+    backward_readers = [name for name in in_backward if before.edges[moved, name]["relation"] == "feeds"]
     assert backward_readers
     for reader in backward_readers:
         assert after.has_edge(chain[-1], reader) and not after.has_edge(moved, reader)
-    positions = [data["position"] for _, data in after.nodes(data=True)]
-    assert positions == list(range(len(positions)))
+    assert [after.nodes[name]["position"] for name in executed] == list(range(len(executed)))
+    assert sum(after.nodes[name]["seconds"] for name in executed) == pytest.approx(graph.timeline.after.step_s)
+    (made,) = (name for name in after[moved] if after.edges[moved, name]["relation"] == "makes")
+    assert after.nodes[made]["size_bytes"] == graph.plan.offloaded[0].size_bytes
+    assert after.edges[made, chain[1]]["frees"], "its release"
 
 
 def test_dot_shows_the_neighbourhood_of_a_storage(report: Report) -> None:

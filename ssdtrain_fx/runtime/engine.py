@@ -211,6 +211,7 @@ class Engine:
                 ledger.counters.late_bytes += entry.byte_count
             elif staying is None and not copied:
                 ledger.drop_source(entry)
+            entry.released = True
         if staying is not None:
             self._keep(entry, x, staying, late)
         elif copied and not leaves_late:

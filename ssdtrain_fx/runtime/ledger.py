@@ -94,6 +94,7 @@ class Entry:
         "name",
         "owner",
         "ready",
+        "released",
         "reloaded",
         "resident",
         "run",
@@ -130,6 +131,9 @@ class Entry:
         """Chunks whose copy out of the tensor has not been issued; ``release`` waits for 0."""
         self.unsafe = 0
         """Chunks whose copy out of the tensor may not be over; ``source`` must live until 0."""
+        self.released = False
+        """Until its release the engine holds ``source``, and then the caller of ``release`` drops it: dropped by an I/O
+        thread, it might not be gone when ``release`` returns."""
         self.busy = 0
         """Chunks on their way to the file, and reads; the slot is in use until 0."""
         self.has_kept = False
@@ -346,7 +350,7 @@ class Ledger:
         """The device needs the tensor no more for this chunk."""
         entry = chunk.entry
         entry.unsafe -= 1
-        if entry.unsafe == 0:
+        if entry.unsafe == 0 and entry.released:
             self.drop_source(entry)
 
     def drop_ahead(self, entry: Entry) -> None:

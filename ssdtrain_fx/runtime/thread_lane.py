@@ -200,7 +200,7 @@ class ThreadLane(Lane):
             assert buffer is not None
             assert source is not None
             chunk.state = ChunkState.COPYING
-            return functools.partial(self._copy_out, chunk, source, buffer)
+            return functools.partial(self._copy_out, chunk, [source], buffer)
         return None
 
     def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
@@ -239,10 +239,11 @@ class ThreadLane(Lane):
 
     # -- tasks, without the lock ---------------------------------------------------------------------------------------
 
-    def _copy_out(self, chunk: Chunk, source: Region, buffer: StagingBuffer) -> None:
+    def _copy_out(self, chunk: Chunk, sources: list[Region], buffer: StagingBuffer) -> None:
         entry = chunk.entry
         began_ns = time.perf_counter_ns()
-        copied = self.mover.copy_out(source, chunk.start, chunk.length, buffer, entry.ready)
+        # Popped: when a release hears that its tensor has left, nobody here may hold it any more.
+        copied = self.mover.copy_out(sources.pop(), chunk.start, chunk.length, buffer, entry.ready)
         with self._ledger.lock:
             chunk.staging, chunk.copied, chunk.state = buffer, copied, ChunkState.STAGED
             if copied is None:

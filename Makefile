@@ -12,17 +12,18 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench clean
+.PHONY: help demo test test-all lint docs format bench clean
 
 help:
 	@echo "make demo      train a small GPT-2 with and without offloading: loss, memory, time"
 	@echo "make test      run the tests that take seconds"
 	@echo "make test-all  run all tests"
 	@echo "make lint      ruff and pyright"
+	@echo "make docs      build the site of docs/ into site/; a warning is an error"
 	@echo "make format    let ruff rewrite the sources"
 	@echo "make bench     paired comparison of step time and memory"
 	@echo "make clean     remove .venv, caches and build output"
-	@echo "ARGS=... goes to the program behind demo, test, test-all and bench."
+	@echo "ARGS=... goes to the program behind demo, test, test-all, docs and bench."
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "%s is Python %d.%d; ssdtrain-fx needs 3.11 or newer. Name one: make PYTHON=python3.12 ..." % ((sys.executable,) + sys.version_info[:2]))'
@@ -45,6 +46,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --strict $(ARGS)
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -53,5 +57,5 @@ bench: $(INSTALLED)
 	$(BIN)/ssdtrain-fx bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis ssdtrain_fx.egg-info
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis ssdtrain_fx.egg-info
 	find ssdtrain_fx tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -44,7 +44,7 @@ class OffloadConfig:
 
     policy: PolicyName | Policy = "auto"
     """``auto`` moves what lowers the peak and costs little; ``all`` offloads every eligible storage at any cost; a
-    function decides for itself (:mod:`ssdtrain_fx.passes.policy`). Compile caches are used with functions that are
+    function decides for itself (``ssdtrain_fx.passes.policy``). Compile caches are used with functions that are
     defined at the top level of a module."""
 
     passes: Sequence[JointPass] = ()

@@ -82,7 +82,7 @@ class RokPoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RokCurve:
-    """What :func:`rok` returns."""
+    """What ``rok`` returns."""
 
     points: tuple[RokPoint, ...]
     """By batch size, then by strategy, then by limit as it was given."""
@@ -103,7 +103,7 @@ class RokCurve:
 
     @classmethod
     def from_json(cls, text: str) -> RokCurve:
-        """Inverse of :meth:`to_json`."""
+        """Inverse of ``to_json``."""
         raw: dict[str, Any] = json.loads(text)
         return cls(points=tuple(map(_point_from, raw["points"])), skipped=tuple(raw["skipped"]))
 

@@ -35,7 +35,7 @@ def explain(
     Args:
         model: a module or a function; a compiled module is explained by the module in it.
         inputs: as for the model. They should require gradients where they do in training.
-
+        config: what the backend would get; None means the defaults.
         rated_endurance_bytes: what may be written to the drive in all, for the prediction of its lifetime: the TBW of
             its data sheet times 10**12. The default is 600 TB, common for client drives of 1 TB.
 

@@ -83,7 +83,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Inverse of :meth:`to_json`.
+        """Inverse of ``to_json``.
 
         Raises:
             ValueError: the text is no report, or one of another version.

@@ -31,7 +31,7 @@ def toy_hardware(disk_bytes_per_s: float = 1024, **changes: Any) -> Hardware:
 
     Args:
         disk_bytes_per_s: both ways; half of it each when both are busy.
-        changes: other fields of :class:`Hardware`.
+        changes: other fields of ``Hardware``.
     """
     free = Channel(bytes_per_s=_NO_LIMIT)
     disk = Channel(bytes_per_s=min(disk_bytes_per_s, _NO_LIMIT))

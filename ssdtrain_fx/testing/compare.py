@@ -12,8 +12,9 @@ def assert_same_bits(found: object, expected: object, *, strides: bool = False) 
     """Raise AssertionError unless every tensor in ``found`` has the bits of its counterpart in ``expected``.
 
     Args:
-        found, expected: tensors and other values, in nested tuples, lists, dicts and named tuples. NaN equals the same
-            NaN; 0.0 and -0.0 differ.
+        found: tensors and other values, in nested tuples, lists, dicts and named tuples. NaN equals the same NaN; 0.0
+            and -0.0 differ.
+        expected: the same.
         strides: compare the strides as well.
     """
     ours, theirs = _torch_private.leaves_by_path(found), _torch_private.leaves_by_path(expected)

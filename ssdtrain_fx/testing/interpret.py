@@ -30,9 +30,9 @@ def run(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
 
 
 def measure_memory(gm: fx.GraphModule, args: Sequence[Any]) -> MeasuredMemory:
-    """As :func:`run`, and ask at every node which storages exist.
+    """As ``run``, and ask at every node which storages exist.
 
-    An oracle that shares nothing with :mod:`ssdtrain_fx.passes.liveness`: it looks at weak references to real storages,
+    An oracle that shares nothing with ``ssdtrain_fx.passes.liveness``: it looks at weak references to real storages,
     and knows no graph.
     """
     counter = _StorageCounter(gm)

@@ -25,7 +25,8 @@ def changes(before: str, after: str) -> str:
     """What a pass did, in lines: ``-`` left out, ``+`` put in, each group with the line in front of it and behind it.
 
     Args:
-        before, after: what :func:`listing` says of the graph, or any text.
+        before: what ``listing`` says of the graph, or any text.
+        after: the same behind the pass.
     """
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=1, lineterm="")
     return "\n".join("..." if line.startswith("@@") else line for line in list(lines)[2:])

@@ -84,7 +84,7 @@ TOYS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 @functools.cache
 def capture_toy(name: str, *, partition: Partition = min_cut, dynamic: bool = False) -> CapturedStep:
-    """The same step every time: :meth:`CapturedStep.join` copies, so tests cannot disturb each other."""
+    """The same step every time: ``CapturedStep.join`` copies, so tests cannot disturb each other."""
     make, shape = TOYS[name]
     torch.manual_seed(0)
     module = make()

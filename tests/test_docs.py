@@ -1,0 +1,249 @@
+"""What README and the pages of docs/ tell people to type works, and what they say about this package is so.
+
+What is executed, for each page:
+
+* **Python blocks** of one page run one after the other in one namespace, in a process of their own: README and the
+  tutorial whole, the how-to pages behind a few lines that define what they take for granted (`PRELUDES`). Sizes are
+  made tiny, limits wide (`SMALLER`), and a drive is a temporary directory. What trains under Inductor is slow. Pages
+  without a prelude need several processes or modules of the reader's: that their blocks parse is all that is seen here.
+* **Bash blocks**, line by line. `ssdtrain-fx doctor` and `explain` really run, with the smallest model; all but one
+  `explain` are slow. Our other commands take minutes: their arguments are parsed, and nothing runs. Of `make` the
+  recipe is printed, of `pip install` the extra is looked up.
+
+No other command may stand there: the test refuses what it does not know.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import ssdtrain_fx
+import ssdtrain_fx.testing
+from ssdtrain_fx import OffloadConfig, errors
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(path for path in [ROOT / "README.md", *DOCS.rglob("*.md")])
+"""`docs/notebooks` holds no page."""
+
+SMALLER = {
+    "WIDTH, LAYERS, BATCH = 512, 8, 4096": "WIDTH, LAYERS, BATCH = 64, 2, 8192",
+    "max_slowdown=0.1)": "max_slowdown=9.0, recompute=False)",  # a plan that moves something on every machine
+    "min_tensor_bytes=4 << 20": "min_tensor_bytes=0",
+}
+
+COMMON = """
+import torch
+import ssdtrain_fx
+from torch import Tensor, nn
+from ssdtrain_fx import OffloadConfig
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2))
+
+    def forward(self, x, target=None):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+torch.manual_seed(0)
+model = Blocks()
+x = torch.randn(8192, 64)
+"""
+
+PRELUDES = {
+    "README.md": COMMON + "inputs = (x,)\n",
+    "tutorial.md": "",
+    "gradient_accumulation.md": COMMON
+    + "micro_batches = [x, x + 1]\noptimizer = torch.optim.SGD(model.parameters())\n",
+    "checkpointing.md": COMMON + "blocks = list(model.blocks)\n",
+    "regional_compilation.md": COMMON + "target = None\n",
+    "several_drives.md": COMMON,
+    "gpu.md": COMMON,
+}
+"""What comes before the first block of a page."""
+
+COMPILES = {"tutorial.md", "gradient_accumulation.md", "checkpointing.md", "regional_compilation.md"}
+"""These train under Inductor."""
+
+
+def blocks_of(path: Path, *languages: str) -> list[str]:
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for language, text in found if language in languages]
+
+
+COMMANDS = {
+    f"{path.name}: {line.split('  #')[0].strip()}": words
+    for path in PAGES
+    for block in blocks_of(path, "bash")
+    for line in block.splitlines()
+    if (words := shlex.split(line, comments=True))
+}
+QUICK = (["ssdtrain-fx", "explain"], ["ssdtrain-fx", "doctor"])
+
+
+def on_drives(text: str, tmp_path: Path) -> str:
+    """The drives of the pages are directories of the test."""
+    for name in ("nvme0", "nvme1"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    return text.replace("/mnt/nvme", str(tmp_path / "nvme"))
+
+
+def run(command: list[str], tmp_path: Path) -> str:
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_page_with_python_is_run_or_known_not_to_be() -> None:
+    with_python = {path.name for path in PAGES if blocks_of(path, "python")}
+    # What report.md and extending.md say is tested in tests/report and tests/test_extending.py; distributed.md needs
+    # ranks: tests/test_distributed.py.
+    assert with_python - PRELUDES.keys() == {"report.md", "extending.md", "distributed.md"}
+
+
+def test_what_is_made_smaller_is_there() -> None:
+    text = "".join(path.read_text() for path in PAGES if path.name in PRELUDES)
+    assert [large for large in SMALLER if large not in text] == []
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if blocks_of(path, "python")], ids=lambda path: path.name)
+def test_python_is_python(path: Path) -> None:
+    for block in blocks_of(path, "python"):
+        compile(block, str(path), "exec")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.name, marks=pytest.mark.slow if path.name in COMPILES else ())
+        for path in PAGES
+        if path.name in PRELUDES
+    ],
+)
+def test_python_runs(path: Path, tmp_path: Path) -> None:
+    program = "\n".join([PRELUDES[path.name], *blocks_of(path, "python")])
+    for large, small in SMALLER.items():
+        program = program.replace(large, small)
+    if path.name == "tutorial.md":
+        program += "\nassert step.offloads > 0\n"
+    (tmp_path / "page.py").write_text(on_drives(program, tmp_path))  # a file: Inductor and inspect want its source
+    run([sys.executable, "page.py"], tmp_path)
+    if path.name == "tutorial.md":
+        assert {"x.html", "steps.json"} <= {entry.name for entry in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS.keys())
+def test_command_is_understood(words: list[str], tmp_path: Path) -> None:
+    match words:
+        case ["ssdtrain-fx", *arguments]:
+            parse(arguments, tmp_path)
+        case ["make", target, *_]:
+            assert run(["make", "-n", "-C", str(ROOT), target], tmp_path)
+        case ["pip", "install", "-e", what]:
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert set(re.findall(r"\w+", what)) <= extras.keys()
+        case _:
+            pytest.fail(f"the docs say `{' '.join(words)}`, and nobody checks that")
+
+
+def parse(arguments: list[str], tmp_path: Path) -> None:
+    """As the console script would, up to the call of the command."""
+    import typer
+
+    from ssdtrain_fx.cli import app
+
+    arguments = shlex.split(on_drives(shlex.join(arguments), tmp_path))
+    group = cast(Any, typer.main.get_command(app))
+    with group.make_context("ssdtrain-fx", arguments, resilient_parsing=True) as context:
+        _, command, rest = group.resolve_command(context, arguments)
+        if rest != ["--list"]:  # leaves while it is parsed
+            command.make_context(command.name, rest, parent=context).close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if words[1] == "explain" and "--sort" not in words else ())
+        for name, words in COMMANDS.items()
+        if words[:2] in QUICK
+    ],
+)
+def test_command_runs(name: str, tmp_path: Path) -> None:
+    words = COMMANDS[name]
+    arguments = shlex.split(on_drives(shlex.join(words[1:]), tmp_path))
+    if words[1] == "explain":
+        arguments += ["--layers", "1", "--hidden", "64", "--batch", "1", "--sequence", "32"]  # the last one counts
+    assert run([sys.executable, "-m", "ssdtrain_fx", *arguments], tmp_path)
+
+
+def templates() -> Iterator[str]:
+    """Every string of the package, with `…` for what is put in when it is shown."""
+    for path in (ROOT / "ssdtrain_fx").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                yield "".join(map(str, parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub(r"%(\.\d+)?[sfdi]", "…", node.value)
+
+
+def test_headings_of_troubleshooting_are_messages() -> None:
+    headings = re.findall(r"^### (?:`` ?(.*?) ?``|`(.*)`)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    messages = [" ".join(template.split()) for template in templates()]
+    unknown = ["".join(heading) for heading in headings if not any("".join(heading) in text for text in messages)]
+    assert len(headings) > 50
+    assert unknown == []
+
+
+def test_every_option_is_in_the_table() -> None:
+    names = re.findall(r"^\| `(\w+)` \|", (DOCS / "reference" / "configuration.md").read_text(), re.MULTILINE)
+    assert sorted(name for name in names if name.islower()) == sorted(
+        field.name for field in dataclasses.fields(OffloadConfig)
+    )
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    missing = {
+        name for name in ssdtrain_fx.__all__ if not re.search(rf"^::: ssdtrain_fx\.(\w+\.)*{name}$", pages, re.M)
+    }
+    assert all(hasattr(errors, name) for name in missing)  # these are told by the page of that module
+    assert "::: ssdtrain_fx.errors\n" in pages
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_between_files_of_the_repository(path: Path) -> None:
+    """The site checks its own; README and the pages are read in the repository, too."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text)]
+    assert [target for target in targets if "://" not in target and not (path.parent / target).exists()] == []
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "mkdocs.yml"), "-d", str(tmp_path)]
+    run(command, ROOT)
+    pages = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
+    assert {path.relative_to(DOCS).with_suffix(".html").as_posix() for path in PAGES[1:]} <= pages.keys()
+    assert [
+        name for name, html in pages.items() if "--8&lt;--" in html or re.search(r":(class|func|meth|mod):", html)
+    ] == []
+    ids = set(re.findall(r'id="(ssdtrain_fx\.[\w.]+)"', "".join(pages.values())))
+    for package in (ssdtrain_fx, ssdtrain_fx.testing):
+        names = {name for name in package.__all__ if not any(one.split(".")[-1] == name for one in ids)}
+        assert names == set(), f"not in the reference: {names}"

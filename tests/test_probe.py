@@ -208,6 +208,17 @@ def test_a_busy_machine_leaves_no_trace(
     assert "An empty kernel takes 12.0 ms: the machine is busy" in caplog.text
 
 
+def test_a_product_slower_than_memory_is_measured_again(
+    measurements: Measurements, ssd_dir: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Threads that wait for a processor made a product run at a thousandth of its rate, and a plan was made of that."""
+    slow = dataclasses.replace(HARDWARE, flops_per_s={"float32": 0.4e9})
+    found = iter([slow, HARDWARE, slow])
+    monkeypatch.setattr(probe, "measure_hardware", lambda *_, **__: next(found))
+    assert probe.probe_and_store("cpu", ssd_dir).hardware == HARDWARE
+    assert "A matrix product runs at 0.4 GFLOP/s" in caplog.text
+
+
 def test_nothing_stored_and_nothing_to_be_measured(measurements: Measurements, ssd_dir: str) -> None:
     with pytest.raises(ConfigError, match=r"No hardware profile of cpu .* Run `ssdtrain-fx probe` first"):
         load_hardware("cpu", ssd_dir, measure=False)

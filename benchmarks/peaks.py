@@ -3,8 +3,8 @@
     python benchmarks/peaks.py --model gpt2 --model bert --model t5 --model llama --max-slowdown 0.3
 
 The peak is the sum of all allocations and frees that torch.profiler records over one step, not resident memory: so it
-is exact, and what the C library or a workspace of the compiler holds does not count. With ``--inner aot_eager`` every op
-runs by itself; what an op allocates for itself is known to nobody and counts as the difference.
+is exact, and what the C library holds back does not count. With ``--inner aot_eager`` every op runs by itself; what an
+op allocates for itself is known to nobody and counts as the difference.
 """
 
 from __future__ import annotations

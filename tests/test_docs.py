@@ -4,11 +4,11 @@ What is executed, for each page:
 
 * **Python blocks** of one page run one after the other in one namespace, in a process of their own: README and the
   tutorial whole, the how-to pages behind a few lines that define what they take for granted (`PRELUDES`). Sizes are
-  made tiny, limits wide (`SMALLER`), and a drive is a temporary directory. What trains under Inductor is slow. Pages
-  without a prelude need several processes or modules of the reader's: that their blocks parse is all that is seen here.
-* **Bash blocks**, line by line. `ssdtrain-fx doctor` and `explain` really run, with the smallest model; all but one
-  `explain` are slow. Our other commands take minutes: their arguments are parsed, and nothing runs. Of `make` the
-  recipe is printed, of `pip install` the extra is looked up.
+  made tiny, limits wide (`SMALLER`), and a drive is a temporary directory. Pages without a prelude need several
+  processes or modules of the reader's: that their blocks parse is all that is seen here.
+* **Bash blocks**, line by line. `ssdtrain-fx doctor` and `explain` really run, with the smallest model. Our other
+  commands take minutes: their arguments are parsed, and nothing runs. Of `make` the recipe is printed, of `pip install`
+  the extra is looked up.
 
 No other command may stand there: the test refuses what it does not know.
 """
@@ -76,9 +76,6 @@ PRELUDES = {
 }
 """What comes before the first block of a page."""
 
-COMPILES = {"tutorial.md", "gradient_accumulation.md", "checkpointing.md", "regional_compilation.md"}
-"""These train under Inductor."""
-
 
 def blocks_of(path: Path, *languages: str) -> list[str]:
     found = re.findall(r"^```(\w+)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
@@ -128,11 +125,8 @@ def test_python_is_python(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, id=path.name, marks=pytest.mark.slow if path.name in COMPILES else ())
-        for path in PAGES
-        if path.name in PRELUDES
-    ],
+    [path for path in PAGES if path.name in PRELUDES],
+    ids=lambda path: path.name,
 )
 def test_python_runs(path: Path, tmp_path: Path) -> None:
     program = "\n".join([PRELUDES[path.name], *blocks_of(path, "python")])
@@ -176,11 +170,7 @@ def parse(arguments: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if words[1] == "explain" and "--sort" not in words else ())
-        for name, words in COMMANDS.items()
-        if words[:2] in QUICK
-    ],
+    [name for name, words in COMMANDS.items() if words[:2] in QUICK],
 )
 def test_command_runs(name: str, tmp_path: Path) -> None:
     words = COMMANDS[name]
@@ -233,7 +223,6 @@ def test_links_between_files_of_the_repository(path: Path) -> None:
     assert [target for target in targets if "://" not in target and not (path.parent / target).exists()] == []
 
 
-@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "mkdocs.yml"), "-d", str(tmp_path)]

@@ -13,8 +13,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-WITHOUT_COMPILER = ("2_your_own_policy", "4_will_my_ssd_keep_up")
-"""These take seconds; the others wait for Inductor."""
 
 RUN = """
 import sys
@@ -30,11 +28,7 @@ def outputs_of(path: Path) -> list[Any]:
     return [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=() if path.stem in WITHOUT_COMPILER else pytest.mark.slow) for path in NOTEBOOKS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path) -> None:
     # In a process of its own: the notebook client leaves event loops open, and warnings are errors here.
     command = [sys.executable, "-c", RUN, str(path), str(ROOT)]

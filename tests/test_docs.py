@@ -6,7 +6,7 @@ What is executed, for each page:
   tutorial whole, the how-to pages behind a few lines that define what they take for granted (`PRELUDES`). Sizes are
   made tiny, limits wide (`SMALLER`), and a drive is a temporary directory. Pages without a prelude need several
   processes or modules of the reader's: that their blocks parse is all that is seen here.
-* **Bash blocks**, line by line. `ssdtrain-fx doctor` and `explain` really run, with the smallest model. Our other
+* **Bash blocks**, line by line. `ssdtrain-fx doctor`, `probe` and `explain` really run, small. Our other
   commands take minutes: their arguments are parsed, and nothing runs. Of `make` the recipe is printed, of `pip install`
   the extra is looked up.
 
@@ -89,7 +89,7 @@ COMMANDS = {
     for line in block.splitlines()
     if (words := shlex.split(line, comments=True))
 }
-QUICK = (["ssdtrain-fx", "explain"], ["ssdtrain-fx", "doctor"])
+QUICK = (["ssdtrain-fx", "explain"], ["ssdtrain-fx", "doctor"], ["ssdtrain-fx", "probe"])
 
 
 def on_drives(text: str, tmp_path: Path) -> str:
@@ -177,6 +177,8 @@ def test_command_runs(name: str, tmp_path: Path) -> None:
     arguments = shlex.split(on_drives(shlex.join(words[1:]), tmp_path))
     if words[1] == "explain":
         arguments += ["--layers", "1", "--hidden", "64", "--batch", "1", "--sequence", "32"]  # the last one counts
+    if words[1] == "probe":
+        arguments.append("--quick")
     assert run([sys.executable, "-m", "ssdtrain_fx", *arguments], tmp_path)
 
 

@@ -129,6 +129,7 @@ def test_a_worker_that_fails_is_shown_with_exit_code_3(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--variant", "budget"), "'budget' is not one of inductor"),
         (("--model", "gpt3"), "'gpt3' is not one of gpt2"),
         (("--steps", "1"), "Invalid value for '--steps'"),
         (("--option", "policy"), "has no '='; expected NAME=VALUE"),

@@ -18,6 +18,9 @@ from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.units import format_bytes
 from ssdtrain_fx.zoo import MODELS
 
+VARIANTS = tuple(name for name in get_args(Variant) if name != "budget")
+"""Without the one that is a family: it takes a budget, which `benchmarks/rivals.py` sweeps."""
+
 
 def bench(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "gpt2",
@@ -32,7 +35,7 @@ def bench(
         list[str] | None,
         typer.Option(
             "--variant",
-            metavar="|".join(get_args(Variant)),
+            metavar="|".join(VARIANTS),
             help=f"What to compare with {BASE}, which always runs; may be repeated. Default: ssdtrain and checkpoint.",
         ),
     ] = None,
@@ -65,7 +68,7 @@ def bench(
     target = JsonTarget(json_path)
     console = target.console
     chosen = dict.fromkeys((BASE, *(variants or ("ssdtrain", "checkpoint"))))
-    for hint, names, valid in (("--model", (model,), tuple(MODELS)), ("--variant", chosen, get_args(Variant))):
+    for hint, names, valid in (("--model", (model,), tuple(MODELS)), ("--variant", chosen, VARIANTS)):
         for name in names:
             if name not in valid:
                 raise typer.BadParameter(f"{name!r} is not one of {', '.join(valid)}.", param_hint=hint)

@@ -137,6 +137,8 @@ class Engine:
         back_s: float | None = None,
         link: str = "",
         held: bool = False,
+        host: bool = False,
+        reload_order: int | None = None,
     ) -> Tensor:
         """Start moving ``x`` to the file. ``x`` must stay allocated and unwritten until :meth:`release` returns.
 
@@ -145,6 +147,12 @@ class Engine:
 
         ``link`` names the graph where it is one of a chain of graphs. ``held`` tensors come from outside of it: if
         another graph has offloaded the same one, the token stands for that.
+
+        ``host`` asks for the host tier: the bytes stay in the staging buffers of a CUDA device, and are written to the
+        file only where something else needs the buffers. Of CPU tensors, and under KvikIO, it changes nothing.
+
+        ``reload_order`` is the turn of ``x`` among the tensors of its graph when backward reloads them, the first one
+        lowest. None: unknown.
         """
         ledger = self._ledger
         if x.layout is not torch.strided:
@@ -156,6 +164,7 @@ class Engine:
         source = movable(x.detach())
         byte_count = span_bytes(source)
         entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
+        entry.host, entry.reload_order = host, reload_order
         handle = next(self._handles)
         owner = Owner(handle, ledger.dead_handles)
         entry.owner = weakref.ref(owner)

@@ -91,10 +91,12 @@ class Entry:
         "dtype",
         "fills",
         "has_kept",
+        "host",
         "name",
         "owner",
         "ready",
         "released",
+        "reload_order",
         "reloaded",
         "resident",
         "run",
@@ -144,6 +146,10 @@ class Entry:
         self.charged_s = 0.0
         """Stall that was predicted, and is paid for, but has not come yet."""
         self.dead = False
+        self.host = False
+        """It is to stay in staging buffers rather than to go to the file."""
+        self.reload_order: int | None = None
+        """Its turn among the tensors of its graph when backward reloads them; None where nobody has said."""
         self.run: GraphRun | None = None
         """The run of a graph that it belongs to, where graphs follow one another."""
         self.ahead: Ahead | None = None

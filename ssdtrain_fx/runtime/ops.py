@@ -2,7 +2,7 @@
 
 ::
 
-    forward    token  = ssdtrain.offload(x, stride, name, engine, out_s, back_s, link, held)   # starts moving x out
+    forward    token  = ssdtrain.offload(x, stride, name, engine, ...)         # starts moving x out
                token1 = ssdtrain.release(token, x, late)                   # x may be reused from here on
     backward   ticket = ssdtrain.reload(token1, size, stride, dtype, device)   # memory is taken, the data on its way
                y      = ssdtrain.wait(ticket, size, stride, dtype, device)     # y may be read
@@ -11,7 +11,9 @@ The token is a CPU tensor of 8 bytes. It owns what was offloaded: when the last 
 recycled. ``stride`` of ``offload`` is a record for readers of the graph; the runtime goes by the tensor it gets.
 ``stride`` and ``dtype`` of ``reload`` and ``wait`` may be None where nothing is compiled for them: then they are those
 of the tensor that was offloaded. ``out_s`` and ``back_s`` say how many seconds lie between ``offload`` and ``release``,
-and between ``reload`` and ``wait``, by the plan: what the disk cannot do in that time stays in memory.
+and between ``reload`` and ``wait``, by the plan: what the disk cannot do in that time stays in memory. ``host`` says
+that a CUDA tensor is to stay in pinned host memory, and ``reload_order`` when backward reloads it, compared with the
+other tensors of its graph; see :meth:`ssdtrain_fx.runtime.engine.Engine.offload`.
 
 Guarantees: whatever the ops need is in their arguments, so a graph from a cache runs in a process that made no plan.
 """
@@ -46,7 +48,7 @@ _tags = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagrap
 _library = torch.library.Library("ssdtrain", "DEF")
 _library.define(
     "offload(Tensor x, SymInt[] stride, str name, str engine, float? out_s=None, float? back_s=None, "
-    "str link='', bool held=False) -> Tensor",
+    "str link='', bool held=False, bool host=False, int? reload_order=None) -> Tensor",
     tags=_tags,
 )
 _library.define("release(Tensor token, Tensor x, bool late=False) -> Tensor", tags=_tags)
@@ -67,8 +69,12 @@ def _offload(
     back_s: float | None = None,
     link: str = "",
     held: bool = False,
+    host: bool = False,
+    reload_order: int | None = None,
 ) -> Tensor:
-    return _engines.open(engine).offload(x, name, out_s=out_s, back_s=back_s, link=link, held=held)
+    return _engines.open(engine).offload(
+        x, name, out_s=out_s, back_s=back_s, link=link, held=held, host=host, reload_order=reload_order
+    )
 
 
 def _fake_offload(x: Tensor, *_: object, **__: object) -> Tensor:

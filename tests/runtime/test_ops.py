@@ -41,6 +41,16 @@ def test_round_trip(engine: str) -> None:
     assert "posix" in step.io_path
 
 
+@pytest.mark.parametrize("arguments", [{}, {"host": True, "reload_order": 3}])
+def test_the_engine_hears_of_the_host_tier(engine: str, arguments: dict[str, int]) -> None:
+    x = torch.randn(10)
+    token = ops.release(ops.offload(x, x.stride(), "x", engine, **arguments), x)
+    entry = runtime._engines.engine_of(token).find_entry(token)
+    assert entry is not None
+    assert (entry.host, entry.reload_order) == (arguments.get("host", False), arguments.get("reload_order"))
+    assert torch.equal(fetch(token, x), x)
+
+
 def test_a_ticket_is_good_for_one_wait(engine: str) -> None:
     x = torch.randn(10)
     token = ops.release(ops.offload(x, x.stride(), "x", engine), x)

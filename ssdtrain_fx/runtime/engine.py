@@ -54,6 +54,7 @@ from ssdtrain_fx.runtime.spill_file import ChunkFile
 from ssdtrain_fx.runtime.staging import CHUNK_BYTES, StagingPool
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.striped_file import open_spill_file
+from ssdtrain_fx.runtime.tensor_memory import TensorMemory
 from ssdtrain_fx.runtime.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.tokens import Owner, handle_of, make_token
 from ssdtrain_fx.runtime.trace import Trace, traced
@@ -547,7 +548,10 @@ class Engine:
                 return AioLane(self._ledger, aio, pool, checksum=checksum)
         pool = StagingPool(budget_bytes, self._chunk_size(CHUNK_BYTES))
         thread_count = mover.thread_count * drive_count
-        return ThreadLane(self._ledger, mover, pool, thread_count=thread_count, checksum=checksum)
+        tensor_memory = TensorMemory() if device_type == "cpu" else None
+        return ThreadLane(
+            self._ledger, mover, pool, thread_count=thread_count, checksum=checksum, tensor_memory=tensor_memory
+        )
 
     def _chunk_size(self, default_bytes: int) -> int:
         """Bytes per chunk; none crosses from one file to the next."""

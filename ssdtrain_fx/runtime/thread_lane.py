@@ -8,8 +8,11 @@ Guarantees:
 
 * Order of importance: reads that somebody waits for; reads, because a ``wait`` will need them; copies out of tensors,
   because a ``release`` will; writes. Each queue is first in, first out.
+* Where the processor can read what the disk writes, reads go straight into the tensor; else through a staging buffer.
 * No thread waits for a staging buffer while it holds one, and copies leave one buffer to reads. So a staged write can
   always go on, each write frees a buffer, and nothing stops for ever.
+* The targets of such reads start on a page and own all pages that they touch. Nobody writes to these pages in the
+  parent before the read is over, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.staging`).
 * A failed write loses nothing: the buffer goes back to the pool only after its bytes are in ordinary memory.
 * An op wakes one thread, whatever it brings: each thread that wakes takes the interpreter lock from the computing one.
   Who takes a task and leaves others wakes the next one.
@@ -19,11 +22,13 @@ Guarantees:
 from __future__ import annotations
 
 import collections
+import ctypes
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from ssdtrain_fx.runtime.lane import BLOCK_S, Lane, checksum_error, checksum_of
@@ -32,9 +37,11 @@ from ssdtrain_fx.runtime.movers import Mark, Mover, Region, keep_bytes
 from ssdtrain_fx.runtime.patience import Patience
 from ssdtrain_fx.runtime.slots import round_up
 from ssdtrain_fx.runtime.staging import StagingBuffer, StagingPool
+from ssdtrain_fx.runtime.tensor_memory import TensorMemory
 from ssdtrain_fx.runtime.traffic import Direction, Transfer
 
 BUFFERS_FOR_READS = 1
+"""Also where reads need none: with the smallest staging, one thread is then free for them when writes take long."""
 
 Task = Callable[[], None]
 
@@ -42,8 +49,19 @@ Task = Callable[[], None]
 class ThreadLane(Lane):
     """A lane whose threads do the work."""
 
-    def __init__(self, ledger: Ledger, mover: Mover, pool: StagingPool, *, thread_count: int, checksum: bool) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        mover: Mover,
+        pool: StagingPool,
+        *,
+        thread_count: int,
+        checksum: bool,
+        tensor_memory: TensorMemory | None = None,
+    ) -> None:
+        """``tensor_memory`` is what reads go straight into; None where they need staging."""
         super().__init__(ledger, mover, pool, checksum=checksum)
+        self._tensor_memory = tensor_memory
         self._work = threading.Condition(ledger.lock)
         self._reads: collections.deque[tuple[Fill, Chunk]] = collections.deque()
         self._copies: collections.deque[Chunk] = collections.deque()
@@ -60,7 +78,16 @@ class ThreadLane(Lane):
 
     # -- called by the engine ------------------------------------------------------------------------------------------
 
+    def allocate(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, byte_count: int
+    ) -> Tensor:
+        if self._tensor_memory is None or byte_count == 0:
+            return super().allocate(size, stride, dtype, device, byte_count)
+        return self._tensor_memory.allocate(size, stride, dtype, byte_count)
+
     def enlist_copies(self, entry: Entry) -> None:
+        if self._tensor_memory is not None:
+            self._tensor_memory.release_idle()  # forward reads nothing back
         self._copies.extend(entry.chunks)
         self._start_threads()
         if not self.mover.enqueues:  # else the caller starts them itself
@@ -121,6 +148,8 @@ class ThreadLane(Lane):
         for queue in (self._reads, self._copies, self._writes, self._landing):
             queue.clear()
         self.mover.forget(self.pool.close())
+        if self._tensor_memory is not None:
+            self._tensor_memory.release_idle()
         return True
 
     # -- choosing the next task, with the lock held --------------------------------------------------------------------
@@ -204,9 +233,11 @@ class ThreadLane(Lane):
         return None
 
     def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
-        buffer = self.pool.acquire()
-        if buffer is None:
-            return None
+        buffer = None
+        if self._tensor_memory is None:
+            buffer = self.pool.acquire()
+            if buffer is None:
+                return None
         transfer = self._ledger.traffic.begin(Direction.READ)
         return functools.partial(self._read, transfer, fill, chunk, target, buffer)
 
@@ -286,27 +317,31 @@ class ThreadLane(Lane):
             return write_error
         return None
 
-    def _read(self, transfer: Transfer, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer) -> None:
+    def _read(self, transfer: Transfer, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer | None) -> None:
         ledger, slot = self._ledger, chunk.entry.slot
         assert slot is not None
+        read_bytes = round_up(chunk.length)
+        data = _memory(target.address + chunk.start, read_bytes) if buffer is None else buffer.view[:read_bytes]
         error = None
         began_ns = time.perf_counter_ns()
         try:
-            ledger.file.read(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
+            ledger.file.read(data, slot.offset_bytes + chunk.start)
         except OSError as read_error:
             error = read_error
         end_s = ledger.traffic.clock()
         with ledger.lock:
             self._end(transfer, chunk, end_s, error)
         if error is None and self._checksum:
-            error = checksum_error(chunk, buffer.view[: chunk.length])
+            error = checksum_error(chunk, data[: chunk.length])
         if error is not None:
             with ledger.lock:
                 fill.fail(error)
                 self._trace("read", chunk, began_ns, error)
                 self._issued(fill, chunk, buffer, None)
             return
-        mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready,))
+        mark = None
+        if buffer is not None:
+            mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready,))
         with ledger.lock:
             ledger.counters.bytes_read += chunk.length
             self._trace("read", chunk, began_ns)
@@ -355,6 +390,11 @@ class ThreadLane(Lane):
         if fill.unissued == 0:
             self._ledger.progress.notify_all()
         self._work.notify()
+
+
+def _memory(address: int, byte_count: int) -> memoryview:
+    """What lies at ``address``, which the caller keeps alive."""
+    return memoryview((ctypes.c_char * byte_count).from_address(address)).cast("B")
 
 
 def _nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,16 @@ from ssdtrain_fx.function_names import cache_name
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.policy import Policy
 from ssdtrain_fx.passes.run_custom_passes import JointPass
+from ssdtrain_fx.passes.transfer_problem import HostTier
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
+from ssdtrain_fx.runtime.staging import CHUNK_BYTES
 
 Inner = Literal["inductor", "aot_eager"]
 PolicyName = Literal["auto", "all"]
 Replan = Literal["off", "auto"]
+
+SHARE_IN_TRANSIT = 1 / 8
+"""Of the staging, kept for writes and reads on their way when the host tier is full. A guess."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +66,8 @@ class OffloadConfig:
     as low as ``max_slowdown`` allows."""
 
     host_budget_bytes: int | None = None
-    """Most pinned (GPU) or staging (CPU) memory that the engine may hold. None: chosen per device."""
+    """Most pinned (GPU) or staging (CPU) memory that the engine may hold. None: chosen per device, 1 GiB for each
+    directory on a GPU. There it is the host tier too: what is needed soonest stays in it, and never goes to the SSD."""
 
     max_slowdown: float = 0.01
     """How much longer than without offloading a step may take, as a share of it, by the planner's prediction. Where the
@@ -147,6 +154,12 @@ class OffloadConfig:
         Raises:
             ConfigError: ``hardware`` names a file that is missing or holds no profile.
         """
+        hardware = self._find_hardware(device)
+        if self.host_budget_bytes is None or not hardware.has_host_tier:
+            return hardware
+        return dataclasses.replace(hardware, staging_bytes=self.host_budget_bytes)
+
+    def _find_hardware(self, device: str) -> Hardware:
         if isinstance(self.hardware, Hardware):
             return self.hardware
         if self.hardware is None:
@@ -162,6 +175,13 @@ class OffloadConfig:
                 f"Option 'hardware' of backend 'ssdtrain' names {str(self.hardware)!r}, which cannot be used "
                 f"({error}); expected the path of a profile that `ssdtrain-fx probe --json` wrote."
             ) from error
+
+    def host_tier(self, hardware: Hardware) -> HostTier | None:
+        """What of the staging may be planned for as the host tier; None on a CPU, and where nothing goes by staging."""
+        if not hardware.has_host_tier or self.io == "kvikio":
+            return None
+        in_transit_bytes = math.ceil(hardware.staging_bytes * SHARE_IN_TRANSIT)
+        return HostTier(budget_bytes=hardware.staging_bytes - in_transit_bytes, chunk_bytes=CHUNK_BYTES)
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:

@@ -63,6 +63,12 @@ class Hardware:
     staging_bytes: int
     """Bytes that may be between tensor and SSD at one time."""
 
+    @property
+    def has_host_tier(self) -> bool:
+        """Whether staging is a place of its own, which copies reach beside the computation: pinned memory on the way
+        from a GPU. On a CPU it is the very memory that storages should leave."""
+        return self.device != "cpu" and not self.copies_block_compute
+
     def __post_init__(self) -> None:
         rates = [self.memory_bytes_per_s, *self.flops_per_s.values(), *self.elements_per_s.values()]
         rates += [channel.bytes_per_s for channel in (self.write, self.read, self.copy_out, self.copy_in)]

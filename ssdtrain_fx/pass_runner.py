@@ -21,7 +21,7 @@ from ssdtrain_fx.passes.find_recomputations import find_recomputations
 from ssdtrain_fx.passes.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.liveness import LiveInterval, find_live_intervals, memory_profile
-from ssdtrain_fx.passes.op_targets import OPS
+from ssdtrain_fx.passes.op_targets import OFFLOAD, OPS
 from ssdtrain_fx.passes.plan import Plan
 from ssdtrain_fx.passes.plan_offloads import plan_offloads, pose_problem
 from ssdtrain_fx.passes.verify_offloads import verify_offloads
@@ -147,14 +147,21 @@ def _plan(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
 def _insert_offloads(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
     """Plan, and put the four ops into the graph."""
     analysis, plan = _make_plan(joint, config)
-    engine = config.engine_config().to_argument()
-    rewritten = insert_offloads(joint, analysis.alias_sets, plan, analysis.candidates, engine=engine)
+    rewritten = insert_offloads(
+        joint,
+        analysis.alias_sets,
+        plan,
+        analysis.candidates,
+        engine=config.engine_config().to_argument(),
+        order_reloads=_hardware(joint, config).has_host_tier,
+    )
     return _describe_plan(plan, rewritten)
 
 
 def _verify_offloads(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
     """Check every invariant of a graph with offloads."""
-    verify_offloads(joint)
+    on_host = any(node.target is OFFLOAD and node.kwargs.get("host") for node in joint.graph.nodes)
+    verify_offloads(joint, host=config.host_tier(_hardware(joint, config)) if on_host else None)
     rows = tuple({"op": str(op), "nodes": sum(node.target is op for node in joint.graph.nodes)} for op in OPS)
     return PassResult(summary="every invariant holds", rows=rows)
 
@@ -185,9 +192,10 @@ def _analyse(joint: ScheduledJointGraph, config: OffloadConfig) -> Analysis:
 
 def _make_plan(joint: ScheduledJointGraph, config: OffloadConfig) -> tuple[Analysis, Plan]:
     analysis = _analyse(joint, config)
+    hardware = _hardware(joint, config)
     plan = plan_offloads(
         analysis,
-        pose_problem(analysis, hardware=_hardware(joint, config)),
+        pose_problem(analysis, hardware=hardware, host=config.host_tier(hardware)),
         move_all=config.policy == "all",
         max_slowdown=config.max_slowdown,
         memory_budget_bytes=config.memory_budget_bytes,
@@ -224,11 +232,12 @@ def _describe_plan(plan: Plan, rewritten: ScheduledJointGraph | None) -> PassRes
         decision = dataclasses.asdict(storage.decision)
         positions = {name: decision.get(name) for name in ("offload", "release", "reload", "wait")}
         kind = type(storage.decision).__name__.lower()
+        tier = decision.get("tier")
         rows.append(
             {
                 "storage": storage.name,
                 "bytes": storage.size_bytes,
-                "decision": kind,
+                "decision": kind if tier != "host" else f"{kind} to host",
                 **positions,
                 "reason": decision["reason"],
             }

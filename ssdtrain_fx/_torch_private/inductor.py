@@ -125,13 +125,13 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
     def install(op: Any, *, after_kernel: bool, before_kernel: bool) -> None:
         call = lowering.fallback_handler(op, add_to_fallback_set=False)
 
-        def lower(*args: Any) -> Any:
+        def lower(*args: Any, **keywords: Any) -> Any:
             if op is offload:
                 args = record_layout(*args)
             elif op is release:
                 args = own_memory(*args)
             order = cast(_PinnedOrder, V.graph.__dict__.setdefault("_ssdtrain_order", _PinnedOrder()))
-            return order.lower(lambda: call(*args), after_kernel=after_kernel, before_kernel=before_kernel)
+            return order.lower(lambda: call(*args, **keywords), after_kernel=after_kernel, before_kernel=before_kernel)
 
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
 

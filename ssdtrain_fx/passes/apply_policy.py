@@ -6,6 +6,7 @@ safe as the planner's own, or there is an error. Checked are
 - the name:     the storage is saved, and nobody holds it outside the graph
 - the release:  behind the last read in forward, and not behind the place where backward begins
 - the reload:   in backward, and not behind the first read there
+- the tier:     there is one, and it can hold all that it should
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ssdtrain_fx.passes.plan import Keep, Plan
 from ssdtrain_fx.passes.plan_offloads import describe_plan, describe_storage
 from ssdtrain_fx.passes.policy import Budget, Costs, Decision, Policy, StepAnalysis
 from ssdtrain_fx.passes.simulate import live_bytes, simulate
-from ssdtrain_fx.passes.transfer_problem import Movable, Placement, TransferProblem
+from ssdtrain_fx.passes.transfer_problem import Movable, Placement, Placements, TransferProblem
 
 KEPT_BY_POLICY = "the policy does not move it"
 
@@ -40,6 +41,7 @@ def apply_policy(policy: Policy, analysis: Analysis, problem: TransferProblem, b
     costs = Costs(problem, step.movables)
     decisions = _check(policy, step, policy(step, costs, budget))
     placements = costs.placements(decisions)
+    _check_host_tier(policy, problem, step.movables, placements)
     choice = Choice(placements, simulate(problem, placements), haste=1.0)
     reasons = {name: decision.reason for name, decision in decisions.items() if isinstance(decision, Keep)}
     plan = describe_plan(analysis, problem, choice, reason_not_moved=KEPT_BY_POLICY, reasons=reasons)
@@ -100,6 +102,28 @@ def _check_positions(policy: Policy, name: str, decision: Placement, movable: Mo
     ):
         if type(found) is not int or not first <= found <= last:  # pyright: ignore[reportUnnecessaryComparison]
             _refuse(policy, name, decision, f"{field} is {found!r}; expected {first} to {last} ({reason})")
+
+
+def _check_host_tier(
+    policy: Policy, problem: TransferProblem, movables: Mapping[str, Movable], placements: Placements
+) -> None:
+    left_bytes = 0 if problem.host is None else problem.host.budget_bytes
+    for name, movable in movables.items():
+        placement = placements.get(movable.idx)
+        if placement is None or placement.tier == "ssd":
+            continue
+        if placement.tier != "host":  # pyright: ignore[reportUnnecessaryComparison]
+            _refuse(policy, name, placement, "tier is expected to be 'ssd' or 'host'")
+        if problem.host is None:
+            _refuse(policy, name, placement, "there is no host tier here, only on a GPU")
+        left_bytes -= problem.host.held_bytes(movable.size_bytes)
+        if left_bytes < 0:
+            _refuse(
+                policy,
+                name,
+                placement,
+                f"the host tier holds {problem.host.budget_bytes} bytes at most, and with it {-left_bytes} too many",
+            )
 
 
 def _refuse(policy: Policy, name: object, decision: object, reason: str) -> NoReturn:

@@ -15,17 +15,17 @@ others it is a knapsack problem, and what holds is less. Nothing on the SSD woul
 one position, as between forward and backward, less of the budget is left over there than the smallest one on the SSD
 takes, and whatever is on the SSD comes back no sooner than anything on the host of its size or more.
 
-On a CPU there is nothing to assign: host memory is what the storages should leave. No plan has a host tier yet.
+On a CPU there is nothing to assign: host memory is what the storages should leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from ssdtrain_fx.passes.liveness import LiveInterval
-
-Tier = Literal["ssd", "host"]
+from ssdtrain_fx.passes.transfer_problem import HostTier, Movable, Tier
 
 
 def assign_tiers(absences: Sequence[LiveInterval], *, host_budget_bytes: int) -> dict[int, Tier]:
@@ -37,13 +37,32 @@ def assign_tiers(absences: Sequence[LiveInterval], *, host_budget_bytes: int) ->
         host_budget_bytes: what the host tier holds at most, at any position. What is on its way to the SSD needs
             staging besides.
     """
-    held_bytes = [0] * max((absence.end for absence in absences), default=0)
+    held_bytes = np.zeros(max((absence.end for absence in absences), default=0), dtype=np.int64)
     tiers: dict[int, Tier] = {}
     for absence in sorted(absences, key=lambda one: (one.end, -one.start, one.storage_idx)):
-        away = range(absence.start, absence.end)
-        fits = max((held_bytes[position] for position in away), default=0) + absence.size_bytes <= host_budget_bytes
+        away = held_bytes[absence.start : absence.end]  # a view
+        fits = int(away.max(initial=0)) + absence.size_bytes <= host_budget_bytes
         tiers[absence.storage_idx] = "host" if fits else "ssd"
         if fits:
-            for position in away:
-                held_bytes[position] += absence.size_bytes
+            away += absence.size_bytes
     return tiers
+
+
+def fill_host_tier(host: HostTier | None, moved: Iterable[Movable]) -> frozenset[int]:
+    """Which of ``moved`` the host tier holds, by index; none where there is no such tier.
+
+    Each is held from its copy out until it is needed again.
+    """
+    if host is None:
+        return frozenset()
+    absences = [
+        LiveInterval(
+            storage_idx=movable.idx,
+            start=movable.complete,
+            end=movable.wait,
+            size_bytes=host.held_bytes(movable.size_bytes),
+        )
+        for movable in moved
+    ]
+    tiers = assign_tiers(absences, host_budget_bytes=host.budget_bytes)
+    return frozenset(idx for idx, tier in tiers.items() if tier == "host")

@@ -98,8 +98,9 @@ class Activity:
     """What goes on beside the nodes: a transfer on a channel, or what the compute stream spends on one."""
 
     storage: str
-    kind: Literal["write", "read", "staging", "copy", "stall", "recompute"]
-    """``staging``: a reload of what never reached the SSD. The last three take time of the compute stream."""
+    kind: Literal["write", "read", "staging", "copy_out", "copy_in", "copy", "stall", "recompute"]
+    """``staging``: a reload of what never reached the SSD. ``copy_out`` and ``copy_in``: to the host tier and back. The
+    last three take time of the compute stream."""
     begin_s: float
     end_s: float
 
@@ -135,7 +136,7 @@ class ScheduleDescriber:
         """
         self._problem = problem
         self._placements = {
-            one.name: Placement(one.decision.release, one.decision.reload)
+            one.name: Placement(one.decision.release, one.decision.reload, one.decision.tier)
             for one in plan.storages
             if isinstance(one.decision, Offload)
         }

@@ -48,6 +48,7 @@ class _Chain:
     candidate: Candidate
     source: fx.Node
     decision: Offload
+    reload_order: int | None = None
     size: Sequence[int | fx.Node] = ()
     stride: Sequence[int | fx.Node] = ()
     token: fx.Node | None = None
@@ -62,6 +63,7 @@ def insert_offloads(
     *,
     engine: str,
     link: str = "",
+    order_reloads: bool = False,
 ) -> ScheduledJointGraph:
     """Rewrite ``joint`` in place so that it executes ``plan``. A plan that keeps everything changes nothing.
 
@@ -69,6 +71,8 @@ def insert_offloads(
         candidates: those that the plan was made from.
         engine: what the ops are told about the engine (``EngineConfig.to_argument()``).
         link: names the graph where it is one of a chain. Then a release at the end of forward does not wait.
+        order_reloads: tell each offload the turn of its reload in backward, from 0 on: for devices whose engine reads
+            ahead into staging.
 
     Raises:
         InternalError: the plan does not belong to this graph.
@@ -105,7 +109,12 @@ def insert_offloads(
         for node in joint.graph.find_nodes(op="placeholder")
         if isinstance(node.meta.get("val"), torch.SymInt)
     }
-    for position, step, chain in sorted(steps, key=lambda item: item[:2]):
+    steps.sort(key=lambda item: item[:2])
+    if order_reloads:
+        reloaded = [chain for _, step, chain in steps if step in (Step.RELOAD_AT_ONCE, Step.RELOAD)]
+        for order, chain in enumerate(reloaded):
+            chain.reload_order = order
+    for position, step, chain in steps:
         with joint.graph.inserting_before(nodes[position]):
             if step is Step.OFFLOAD:
                 _insert_offload(joint.graph, chain, symbols, engine, link)
@@ -146,7 +155,11 @@ def _insert_offload(graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.
     arguments: tuple[Argument, ...] = (source, [], source.name, engine, chain.decision.out_s, chain.decision.back_s)
     if link:
         arguments += (link, chain.candidate.storage.is_input)
-    chain.token = graph.call_function(OFFLOAD, arguments)
+    # By name: they are what a reader of the graph looks for, and a graph for a CPU has none of them.
+    keywords: dict[str, Argument] = {"host": True} if chain.decision.tier == "host" else {}
+    if chain.reload_order is not None:
+        keywords["reload_order"] = chain.reload_order
+    chain.token = graph.call_function(OFFLOAD, arguments, keywords)
     _annotate(chain.token, source, _fake_token(value))
 
 

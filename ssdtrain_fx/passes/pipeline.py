@@ -97,13 +97,14 @@ def offload_saved_tensors(
     joint, plan = planned.analysis.joint, planned.plan
     log.info(
         "predicted activation peak %s -> %s, %+.1f %% of the step time, %s out and back in %d of %d saved storages, "
-        "%d made again",
+        "%d of them by the host tier, %d made again",
         format_bytes(plan.peak_before_bytes),
         format_bytes(plan.peak_after_bytes),
         100 * plan.slowdown,
         format_bytes(plan.offloaded_bytes),
         len(plan.offloaded),
         len(plan.storages),
+        len(plan.on_host),
         len(plan.recomputed),
     )
     for storage in plan.storages:
@@ -117,8 +118,9 @@ def offload_saved_tensors(
             planned.analysis.candidates,
             engine=config.engine_config().to_argument(),
             link=name_link(joint) if analysis.activations else "",
+            order_reloads=hardware.has_host_tier,
         )
-        verify_offloads(joint)
+        verify_offloads(joint, host=planned.problem.host)
     elif not changed and not plan.recomputed:
         timeline = describer.timeline() if describer else None
         return OffloadedStep(forward, backward, plan, planned.problem, timeline, before, before)
@@ -155,7 +157,7 @@ def _choose(analysis: Analysis, config: OffloadConfig, hardware: Hardware) -> _P
     Raises:
         BudgetError: none of them meets the budget.
     """
-    problem = pose_problem(analysis, hardware=hardware)
+    problem = pose_problem(analysis, hardware=hardware, host=config.host_tier(hardware))
     if callable(config.policy):
         budget = Budget(max_slowdown=config.max_slowdown, memory_budget_bytes=config.memory_budget_bytes)
         return _Planned(analysis, problem, apply_policy(config.policy, analysis, problem, budget))
@@ -192,7 +194,7 @@ def _plan(
         copied = [dataclasses.replace(one, nodes=tuple(copy_of[node] for node in one.nodes)) for one in recomputations]
         joint = insert_recomputations(joint, find_alias_sets(joint.graph), copied)
         rewritten = _analyse(joint, config, hardware)
-        problem = pose_problem(rewritten, hardware=hardware, step_s=problem.step_s)
+        problem = pose_problem(rewritten, hardware=hardware, step_s=problem.step_s, host=problem.host)
     else:
         rewritten = analysis
     plan = plan_offloads(

@@ -29,10 +29,11 @@ import bisect
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from ssdtrain_fx.passes.assign_tiers import fill_host_tier
 from ssdtrain_fx.passes.simulate import Simulation, live_bytes, simulate
 from ssdtrain_fx.passes.transfer_problem import Movable, Placement, Placements, TransferProblem
 
@@ -60,7 +61,13 @@ class Choice:
         return self.simulation.peak_bytes
 
 
-def choose_lowest_peak(problem: TransferProblem, *, max_slowdown: float, hastes: Iterable[float] = HASTES) -> Choice:
+def choose_lowest_peak(
+    problem: TransferProblem,
+    *,
+    max_slowdown: float,
+    hastes: Iterable[float] = HASTES,
+    max_tried_positions: int = MAX_TRIED_POSITIONS,
+) -> Choice:
     """The lowest peak whose exposed time is at most ``max_slowdown`` of the step; then the fewest storages for it."""
     allowed_s = max_slowdown * problem.step_s
     found = [
@@ -69,7 +76,7 @@ def choose_lowest_peak(problem: TransferProblem, *, max_slowdown: float, hastes:
     found += _beginnings(problem, hastes, allowed_s=allowed_s)
     found.sort(key=lambda choice: choice.peak_bytes)  # stable: the smaller haste wins
     best = found[0]
-    tries = MAX_TRIED_POSITIONS // max(1, len(problem.node_s))
+    tries = max_tried_positions // max(1, len(problem.node_s))
     for start in found:
         improved, tries = _improve(problem, start, allowed_s=allowed_s, tries=tries)
         if improved.peak_bytes < best.peak_bytes:
@@ -100,13 +107,24 @@ def floor_bytes(problem: TransferProblem) -> int:
     return _choice(problem, problem.movables, float("inf")).peak_bytes
 
 
-def place(problem: TransferProblem, chosen: Iterable[Movable], haste: float) -> dict[int, Placement]:
-    """Release and reload positions of ``chosen``, as if the SSD were ``haste`` times as fast."""
+def place(
+    problem: TransferProblem, chosen: Iterable[Movable], haste: float, *, on_host: Collection[int] = frozenset()
+) -> dict[int, Placement]:
+    """Release and reload positions of ``chosen``, as if the SSD and the copies were ``haste`` times as fast.
+
+    Args:
+        on_host: which of them the host tier holds, by index.
+    """
     chosen = sorted(chosen, key=lambda movable: (movable.complete, movable.idx))
     clock = _Clock.of(problem, chosen)
-    releases = _place_releases(problem, chosen, clock, haste)
-    reloads = _place_reloads(problem, chosen, clock, haste)
-    return {movable.idx: Placement(releases[movable.idx], reloads[movable.idx]) for movable in chosen}
+    releases = _place_releases(problem, chosen, clock, haste, on_host)
+    reloads = _place_reloads(problem, chosen, clock, haste, on_host)
+    return {
+        movable.idx: Placement(
+            releases[movable.idx], reloads[movable.idx], tier="host" if movable.idx in on_host else "ssd"
+        )
+        for movable in chosen
+    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,8 +146,15 @@ class _Clock:
         return cls(reached_s, list(map(operator.add, reached_s, extra_s)))
 
 
-def _place_releases(problem: TransferProblem, chosen: Sequence[Movable], clock: _Clock, haste: float) -> dict[int, int]:
+def _place_releases(
+    problem: TransferProblem,
+    chosen: Sequence[Movable],
+    clock: _Clock,
+    haste: float,
+    on_host: Collection[int] = frozenset(),
+) -> dict[int, int]:
     hardware, marker = problem.hardware, problem.marker
+    room_bytes = hardware.staging_bytes
     releases: dict[int, int] = {}
     copied_s = written_s = 0.0
     queued = 0
@@ -138,13 +163,17 @@ def _place_releases(problem: TransferProblem, chosen: Sequence[Movable], clock: 
     oldest = 0
     for movable in chosen:
         size_bytes, complete = movable.size_bytes, movable.complete
-        queued += size_bytes
-        written_s = max(written_s, clock.reached_s[complete]) + hardware.write.transfer_s(size_bytes) / haste
-        writes.append((queued, written_s))
+        if movable.idx in on_host:
+            assert problem.host is not None
+            room_bytes -= problem.host.held_bytes(size_bytes)
+        else:
+            queued += size_bytes
+            written_s = max(written_s, clock.reached_s[complete]) + hardware.write.transfer_s(size_bytes) / haste
+            writes.append((queued, written_s))
         left_s = clock.start_s[complete]
         if not hardware.copies_block_compute:
             left_s = max(copied_s, left_s) + hardware.copy_out.transfer_s(size_bytes) / haste
-        must_be_written = queued - hardware.staging_bytes
+        must_be_written = min(queued, queued - room_bytes)
         if must_be_written > 0:
             while writes[oldest][0] < must_be_written:
                 oldest += 1
@@ -159,20 +188,30 @@ def _place_releases(problem: TransferProblem, chosen: Sequence[Movable], clock: 
     return releases
 
 
-def _place_reloads(problem: TransferProblem, chosen: Sequence[Movable], clock: _Clock, haste: float) -> dict[int, int]:
-    reached_s, marker = clock.reached_s, problem.marker
+def _place_reloads(
+    problem: TransferProblem,
+    chosen: Sequence[Movable],
+    clock: _Clock,
+    haste: float,
+    on_host: Collection[int] = frozenset(),
+) -> dict[int, int]:
+    hardware, reached_s, marker = problem.hardware, clock.reached_s, problem.marker
     reloads: dict[int, int] = {}
-    begin_s = float("inf")
+    next_read_s = next_copy_s = float("inf")
     for movable in sorted(chosen, key=lambda movable: (-movable.wait, -movable.idx)):
-        begin_s = min(reached_s[movable.wait], begin_s)
-        begin_s -= problem.hardware.read.transfer_s(movable.size_bytes) / haste
+        needed_s, size_bytes = reached_s[movable.wait], movable.size_bytes
+        if movable.idx in on_host:
+            copy_s = 0.0 if hardware.copies_block_compute else hardware.copy_in.transfer_s(size_bytes)
+            begin_s = next_copy_s = min(needed_s, next_copy_s) - copy_s / haste
+        else:
+            begin_s = next_read_s = min(needed_s, next_read_s) - hardware.read.transfer_s(size_bytes) / haste
         last = bisect.bisect_right(reached_s, begin_s, marker + 1, movable.wait + 1) - 1
         reloads[movable.idx] = max(last, marker + 1)
     return reloads
 
 
-def _choice(problem: TransferProblem, chosen: Iterable[Movable], haste: float) -> Choice:
-    placements = place(problem, chosen, haste)
+def _choice(problem: TransferProblem, chosen: Sequence[Movable], haste: float) -> Choice:
+    placements = place(problem, chosen, haste, on_host=fill_host_tier(problem.host, chosen))
     return Choice(placements, simulate(problem, placements), haste)
 
 
@@ -245,9 +284,9 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
     def squeezed(idx: int, placement: Placement) -> Placement:
         movable = by_idx[idx]
         if placement.reload <= peak_position < movable.wait:
-            return Placement(placement.release, peak_position + 1)
+            return Placement(placement.release, peak_position + 1, placement.tier)
         if max(movable.earliest_release, movable.complete) <= peak_position < placement.release:
-            return Placement(peak_position, placement.reload)
+            return Placement(peak_position, placement.reload, placement.tier)
         return placement
 
     for idx, placement in placements.items():
@@ -265,7 +304,8 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
     # The smallest first: they free the most time for the fewest bytes.
     drops = sorted(chosen, key=lambda movable: (movable.size_bytes, movable.wait - movable.complete, movable.idx))
     for added, dropped in itertools.product(others, _drops(drops)):
-        found = place(problem, [*(movable for movable in chosen if movable not in dropped), added], choice.haste)
+        moved = [*(movable for movable in chosen if movable not in dropped), added]
+        found = place(problem, moved, choice.haste, on_host=fill_host_tier(problem.host, moved))
         yield found
         tighter = squeezed(added.idx, found[added.idx])
         if tighter != found[added.idx]:

@@ -11,6 +11,8 @@ import dataclasses
 import json
 from typing import Any, Literal
 
+from ssdtrain_fx.passes.transfer_problem import Tier
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keep:
@@ -34,6 +36,8 @@ class Offload:
     back_s: float
     """... and from reload to wait, stalls included: the runtime keeps in memory what takes longer."""
     reason: str
+    tier: Tier = "ssd"
+    """Where it is in between: on the SSD, or in pinned host memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +112,8 @@ class Plan:
     read_s: float
     """How long the SSD is busy reading, and writing."""
     write_s: float
+    host_peak_bytes: int = 0
+    """Pinned host memory that the host tier holds at most."""
 
     @property
     def peak_before_bytes(self) -> int:
@@ -132,8 +138,22 @@ class Plan:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes written in forward; the same number is read in backward."""
+        """Bytes that leave in forward; the same number comes back in backward."""
         return sum(storage.size_bytes for storage in self.offloaded)
+
+    @property
+    def on_host(self) -> tuple[SavedStorage, ...]:
+        """Those of the offloaded storages that get no further than pinned host memory."""
+        return tuple(
+            storage
+            for storage in self.storages
+            if isinstance(storage.decision, Offload) and storage.decision.tier == "host"
+        )
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written to the SSD in forward; as many are read in backward, or served from staging."""
+        return self.offloaded_bytes - sum(storage.size_bytes for storage in self.on_host)
 
     def to_json(self) -> str:
         """Stable text: the same plan gives the same bytes."""

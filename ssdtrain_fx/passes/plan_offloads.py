@@ -21,7 +21,8 @@ from ssdtrain_fx.passes.liveness import LiveInterval, memory_profile
 from ssdtrain_fx.passes.place_transfers import Choice, choose_all, choose_cheapest, choose_lowest_peak, floor_bytes
 from ssdtrain_fx.passes.plan import Decision, Keep, Offload, Peak, Plan, Recompute, SavedStorage
 from ssdtrain_fx.passes.source_lines import source_line
-from ssdtrain_fx.passes.transfer_problem import Movable, Placements, TransferProblem
+from ssdtrain_fx.passes.transfer_problem import HostTier, Movable, Placements, TransferProblem
+from ssdtrain_fx.passes.use_host_tier import use_host_tier
 
 KEPT_ELSEWHERE = "the peak is no higher with it in memory"
 KEPT_TIME = "moving it would take more time than max_slowdown allows"
@@ -49,12 +50,13 @@ def plan_offloads(
     Raises:
         BudgetError: no placement brings the predicted peak under the budget.
     """
-    floor = floor_bytes(problem)
+    without_host = dataclasses.replace(problem, host=None)
+    floor = floor_bytes(without_host)
     reason_not_moved = KEPT_ELSEWHERE
     if move_all:
-        choice = choose_all(problem)
+        choice = use_host_tier(problem, choose_all(without_host))
     elif memory_budget_bytes is not None:
-        found = choose_cheapest(problem, budget_bytes=memory_budget_bytes)
+        found = choose_cheapest(without_host, budget_bytes=memory_budget_bytes)
         if found is None:
             raise BudgetError(
                 floor,
@@ -62,11 +64,13 @@ def plan_offloads(
                 f"get below {floor} bytes (without offloading: {_find_peak(analysis, {}).size_bytes}). "
                 "Raise the budget to at least that, or lower the batch size or min_tensor_bytes.",
             )
-        choice, reason_not_moved = found, KEPT_FITS
+        choice, reason_not_moved = use_host_tier(problem, found, time_first=True), KEPT_FITS
     elif analysis.activations:
-        choice, reason_not_moved = choose_most(problem, max_slowdown=max_slowdown), KEPT_TIME
+        # All graphs of the chain are away at once, and nobody knows how many share the host memory.
+        choice, reason_not_moved = choose_most(without_host, max_slowdown=max_slowdown), KEPT_TIME
     else:
-        choice = choose_lowest_peak(problem, max_slowdown=max_slowdown)
+        choice = choose_lowest_peak(without_host, max_slowdown=max_slowdown)
+        choice = use_host_tier(problem, choice, may_move_others=True)
         if choice.peak_bytes > floor:
             reason_not_moved = KEPT_TIME
     return describe_plan(analysis, problem, choice, reason_not_moved=reason_not_moved, reasons={})
@@ -104,13 +108,17 @@ def describe_plan(
         recompute_s=problem.recompute_s,
         read_s=simulation.read_busy_s,
         write_s=simulation.write_busy_s,
+        host_peak_bytes=simulation.host_peak_bytes,
     )
 
 
-def pose_problem(analysis: Analysis, *, hardware: Hardware, step_s: float | None = None) -> TransferProblem:
+def pose_problem(
+    analysis: Analysis, *, hardware: Hardware, step_s: float | None = None, host: HostTier | None = None
+) -> TransferProblem:
     """What has to be decided, in numbers.
 
     Args:
+        host: staging that storages may stay in; None where there is none to spare, as on every CPU.
         step_s: time of the step without recomputation, when the graph recomputes more than the partitioner chose.
     """
     intervals = analysis.intervals
@@ -130,6 +138,7 @@ def pose_problem(analysis: Analysis, *, hardware: Hardware, step_s: float | None
         movables=tuple(sorted(movables, key=lambda movable: (movable.complete, movable.idx))),
         hardware=hardware,
         recompute_s=0.0 if step_s is None else sum(analysis.node_s) - step_s,
+        host=host,
     )
 
 
@@ -218,6 +227,7 @@ def _decide(candidate: Candidate, choice: Choice, movables: Mapping[int, Movable
     placement, movable, views = choice.placements[idx], movables[idx], len(candidate.saved_nodes)
     simulation = choice.simulation
     start_s = simulation.start_s
+    where = "in host memory" if placement.tier == "host" else "away"
     out_s = start_s[placement.release] - start_s[movable.complete]
     back_s = start_s[movable.wait] - start_s[placement.reload]
     return Offload(
@@ -230,7 +240,8 @@ def _decide(candidate: Candidate, choice: Choice, movables: Mapping[int, Movable
         # which stay readable in the graph.
         out_s=round(max(out_s, simulation.release_stall_s.get(idx, 0.0)), 6),
         back_s=round(max(back_s, simulation.wait_stall_s.get(idx, 0.0)), 6),
-        reason="away between forward and backward" + (f"; {views} saved views share it" if views > 1 else ""),
+        reason=f"{where} between forward and backward" + (f"; {views} saved views share it" if views > 1 else ""),
+        tier=placement.tier,
     )
 
 

@@ -1,4 +1,4 @@
-"""Run a placement on the clock: one compute stream, a write channel, a read channel, staging and memory.
+"""Run a placement on the clock: one compute stream, a write channel, a read channel, copies, staging and memory.
 
 A discrete-event simulation. Events happen where their nodes stand; between them only the channels work:
 
@@ -11,6 +11,8 @@ A discrete-event simulation. Events happen where their nodes stand; between them
 - Writes go first in, first out. What of them is left when backward begins shares the SSD with the reads:
   each direction keeps ``share_when_both`` of its rate.
 - A storage that is asked for while it is still in staging is served from there and not read.
+- What is in the host tier stays in staging from its copy out until its copy in is over, and leaves less of it to the
+  writes. It takes its turn among the copies out, which all share one channel; its copy in waits for no read.
 
 The result is a function of the placement alone: no clock, no random numbers.
 """
@@ -41,10 +43,11 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transfer:
-    """One storage on one channel. ``staging`` is a reload that never reached the SSD."""
+    """One storage on one channel. ``staging`` is a reload that never reached the SSD, ``copy_out`` and ``copy_in`` are
+    the ways of the host tier."""
 
     idx: int
-    channel: Literal["write", "read", "staging"]
+    channel: Literal["write", "read", "staging", "copy_out", "copy_in"]
     begin_s: float
     end_s: float
 
@@ -68,10 +71,14 @@ class Simulation:
     forwarded_bytes: int
     """Served from staging, never read."""
     staging_peak_bytes: int
+    """On the way to the SSD, and in the host tier."""
+    host_peak_bytes: int
+    """In the host tier alone."""
     events: tuple[Event, ...]
     """In the order of the compute stream; empty unless they were to be recorded."""
     transfers: tuple[Transfer, ...]
-    """Writes in their order, then reads in theirs; empty unless they were to be recorded."""
+    """Writes in their order, then reads in theirs, then the copies of the host tier; empty unless they were to be
+    recorded."""
 
     @property
     def peak_bytes(self) -> int:
@@ -87,8 +94,11 @@ def simulate(problem: TransferProblem, placements: Placements, *, record: bool =
 
     Args:
         record: tell every event and every transfer too; the planner, which simulates often, asks for neither.
+
+    Raises:
+        ValueError: the host tier is asked to hold more than its budget.
     """
-    channels = _Channels(problem.hardware)
+    channels = _Channels(problem)
     left_s: dict[int, float] = {}
     back_s: dict[int, float] = {}
     release_stall_s: dict[int, float] = {}
@@ -107,7 +117,8 @@ def simulate(problem: TransferProblem, placements: Placements, *, record: bool =
         begin = now
         if step is Step.OFFLOAD:
             now += problem.blocks_out_s(size_bytes)
-            left_s[idx] = channels.write(movable, begin, now)
+            leave = channels.stage if placements[idx].tier == "host" else channels.write
+            left_s[idx] = leave(movable, begin, now)
         elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
             if left_s[idx] > now:
                 release_stall_s[idx] = left_s[idx] - now
@@ -118,7 +129,8 @@ def simulate(problem: TransferProblem, placements: Placements, *, record: bool =
                 now = back_s[idx]
         else:
             now += problem.blocks_in_s(size_bytes)
-            back_s[idx] = channels.read(movable, now)
+            bring = channels.unstage if placements[idx].tier == "host" else channels.read
+            back_s[idx] = bring(movable, now)
         if record:
             recorded.append(Event(idx, step, begin, now))
     *starts, now = itertools.accumulate(problem.node_s[position:], initial=now)
@@ -134,8 +146,9 @@ def simulate(problem: TransferProblem, placements: Placements, *, record: bool =
         read_busy_s=channels.read_busy_s,
         forwarded_bytes=channels.forwarded_bytes,
         staging_peak_bytes=channels.staging_peak_bytes,
+        host_peak_bytes=channels.host_bytes,
         events=tuple(recorded),
-        transfers=(*channels.writes(), *channels.reads) if record else (),
+        transfers=(*channels.writes(), *channels.reads, *channels.copies) if record else (),
     )
 
 
@@ -151,6 +164,18 @@ def live_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, .
             change[placement.release] -= size_bytes
             change[placement.reload] += size_bytes
     return tuple(map(operator.add, problem.fixed_live_bytes, itertools.accumulate(change)))
+
+
+def host_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, ...]:
+    """What the host tier holds at every position: all of it where backward begins."""
+    change = [0] * (len(problem.node_s) + 1)
+    for movable in problem.movables:
+        placement = placements.get(movable.idx)
+        if problem.host is not None and placement is not None and placement.tier == "host":
+            held_bytes = problem.host.held_bytes(movable.size_bytes)
+            change[movable.complete] += held_bytes
+            change[movable.wait] -= held_bytes
+    return tuple(itertools.accumulate(change[:-1]))
 
 
 def _events(problem: TransferProblem, placements: Placements) -> list[tuple[int, Step, Movable]]:
@@ -172,13 +197,14 @@ def _events(problem: TransferProblem, placements: Placements) -> list[tuple[int,
 
 
 class _Channels:
-    """The SSD and staging: when is a storage out, when is it back?
+    """The SSD, staging and the copies: when is a storage out, when is it back?
 
     The write queue is counted in seconds of work that an undisturbed SSD needs for it.
     """
 
-    def __init__(self, hardware: Hardware) -> None:
-        self._hardware = hardware
+    def __init__(self, problem: TransferProblem) -> None:
+        self._hardware: Hardware = problem.hardware
+        self._host = problem.host
         self._queued_bytes = [0]
         """Of every write: all bytes queued up to its end ..."""
         self._queued_s = [0.0]
@@ -192,12 +218,18 @@ class _Channels:
         self._progress = [(0.0, 0.0)]
         """Moments and the work done by then; between two of them it goes on evenly."""
         self._copied_s = 0.0
+        """When the last copy out is over ..."""
+        self._copied_in_s = 0.0
+        """... and the last copy in of the host tier."""
         self._read_s = 0.0
         self.write_busy_s = 0.0
         self.read_busy_s = 0.0
         self.forwarded_bytes = 0
         self.staging_peak_bytes = 0
+        self.host_bytes = 0
+        """Held by the host tier. Everything that leaves does so before anything comes back."""
         self.reads: list[Transfer] = []
+        self.copies: list[Transfer] = []
 
     def write(self, movable: Movable, begin_s: float, end_s: float) -> float:
         """Put a storage into the write queue. Returns when it has left its tensor.
@@ -211,18 +243,45 @@ class _Channels:
         self._turn_of[movable.idx] = len(self._queued_bytes)
         self._queued_bytes.append(self._queued_bytes[-1] + size_bytes)
         self._queued_s.append(self._queued_s[-1] + write_s)
-        copied_s = end_s
+        return self._copy_out(size_bytes, end_s)
+
+    def stage(self, movable: Movable, begin_s: float, end_s: float) -> float:
+        """Put a storage into the host tier; otherwise as :meth:`write`."""
+        host, size_bytes = self._host, movable.size_bytes
+        self._write_until(begin_s)
+        self.host_bytes += 0 if host is None else host.held_bytes(size_bytes)
+        if host is None or self.host_bytes > host.budget_bytes:
+            found = f"no host tier, but storage {movable.idx} in it" if host is None else f"{self.host_bytes} in {host}"
+            raise ValueError(f"a placement is for another problem: {found}.")
+        copied_s = self._copy_out(size_bytes, end_s)
+        copy_s = 0.0 if self._hardware.copies_block_compute else self._hardware.copy_out.transfer_s(size_bytes)
+        self.copies.append(Transfer(movable.idx, "copy_out", copied_s - copy_s, copied_s))
+        return copied_s
+
+    def _copy_out(self, size_bytes: int, at_s: float) -> float:
+        """Returns when a storage has been copied to staging: after those before it, and as there is room."""
+        hardware = self._hardware
+        copied_s = at_s
         if not hardware.copies_block_compute:
-            copied_s = max(self._copied_s, end_s) + hardware.copy_out.transfer_s(size_bytes)
-        # All but the last `staging_bytes` of what was ever queued must be on the SSD.
-        must_be_written = self._queued_bytes[-1] - hardware.staging_bytes
-        missing_s = self._work_s(must_be_written) - self._written_s
+            copied_s = max(self._copied_s, at_s) + hardware.copy_out.transfer_s(size_bytes)
+        # Of what was ever queued, no more may be missing on the SSD than there is room for beside the host tier.
+        room_bytes = max(0, hardware.staging_bytes - self.host_bytes)
+        missing_s = self._work_s(self._queued_bytes[-1] - room_bytes) - self._written_s
         if missing_s > 0:
             copied_s = max(copied_s, self._written_until_s + missing_s)
         self._copied_s = copied_s
-        staged_bytes = self._queued_bytes[-1] - self._bytes_written()
-        self.staging_peak_bytes = max(self.staging_peak_bytes, min(staged_bytes, hardware.staging_bytes))
+        staged_bytes = min(self._queued_bytes[-1] - self._bytes_written(), room_bytes)
+        self.staging_peak_bytes = max(self.staging_peak_bytes, self.host_bytes + staged_bytes)
         return copied_s
+
+    def unstage(self, movable: Movable, at_s: float) -> float:
+        """Copy a storage back from the host tier. Returns when it is back."""
+        hardware = self._hardware
+        begin_s = max(at_s, self._copied_in_s)
+        copy_s = 0.0 if hardware.copies_block_compute else hardware.copy_in.transfer_s(movable.size_bytes)
+        self._copied_in_s = begin_s + copy_s
+        self.copies.append(Transfer(movable.idx, "copy_in", begin_s, self._copied_in_s))
+        return self._copied_in_s
 
     def read(self, movable: Movable, at_s: float) -> float:
         """Put a storage into the read queue. Returns when it is back."""

@@ -13,6 +13,9 @@ Time. Node p of the scheduled joint graph takes ``node_s[p]`` seconds on one com
 
 Writes run one after the other in the order of ``complete``, reads in the order of ``reload``.
 
+A storage of the host tier stays in staging: it has left when it is copied there, is neither written nor read, and a
+copy brings it back. Meanwhile there is less staging for the others.
+
 Memory. A storage is live in ``[start, end)``; a moved one in ``[start, release)`` and ``[reload, end)``.
 ``fixed_live_bytes`` counts every storage that cannot move.
 """
@@ -22,8 +25,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
+from typing import Literal
 
 from ssdtrain_fx.hardware import Hardware
+
+Tier = Literal["ssd", "host"]
+"""Where a storage is while it is away."""
 
 
 class Step(enum.IntEnum):
@@ -59,6 +66,20 @@ class Movable:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HostTier:
+    """Staging that storages may stay in."""
+
+    budget_bytes: int
+    """Held at most at any position; what is on its way to the SSD and back needs staging besides."""
+    chunk_bytes: int = 1
+    """Staging is given out in pieces of this size."""
+
+    def held_bytes(self, size_bytes: int) -> int:
+        """What a storage of ``size_bytes`` takes of the budget: whole pieces."""
+        return -(-size_bytes // self.chunk_bytes) * self.chunk_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TransferProblem:
     """Everything that a placement depends on."""
 
@@ -70,6 +91,8 @@ class TransferProblem:
     hardware: Hardware
     recompute_s: float = 0.0
     """What recomputation has added to ``node_s``; it is exposed time, as stalls are."""
+    host: HostTier | None = None
+    """None: everything that leaves goes to the SSD."""
 
     @property
     def step_s(self) -> float:
@@ -89,10 +112,11 @@ class TransferProblem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the release and the reload of one storage stand."""
+    """Where the release and the reload of one storage stand, and where it is in between."""
 
     release: int
     reload: int
+    tier: Tier = "ssd"
 
 
 Placements = Mapping[int, Placement]

@@ -4,6 +4,8 @@
   An input is moved only as one that is held outside, and is never released late.
 - Its token goes to exactly one release, in forward, with the very same tensor.
 - Nothing reads the storage after the release: not in forward, and in backward not at all.
+- At no position is more in the host tier, by the sizes of the storages, than it may hold. Where offloads say when they
+  are reloaded, all do, and it is true.
 - A reload stands in backward and takes a released token. Exactly one wait takes its ticket, and both ask for the shape,
   strides, dtype and device that were offloaded.
 
@@ -24,10 +26,15 @@ from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.alias_sets import AliasSets, Storage, find_alias_sets, find_written_storages, storages_of
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
+from ssdtrain_fx.passes.transfer_problem import HostTier
 
 
-def verify_offloads(joint: ScheduledJointGraph) -> None:
-    """Raises InternalError when the rewritten graph breaks an invariant (see the head of this file)."""
+def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None) -> None:
+    """Raises InternalError when the rewritten graph breaks an invariant (see the head of this file).
+
+    Args:
+        host: what the host tier may hold; None where there is none.
+    """
     graph = joint.graph
     graph.lint()
     positions = joint.positions()
@@ -67,6 +74,8 @@ def verify_offloads(joint: ScheduledJointGraph) -> None:
             _fail(release, "a release without an offload")
     for reload in find(graph, RELOAD):
         _verify_reload(reload, positions, marker)
+    _verify_host_tier(joint, alias_sets, host)
+    _verify_reload_orders(graph)
 
 
 def _verify_reload(reload: fx.Node, positions: dict[fx.Node, int], marker: int) -> None:
@@ -86,6 +95,34 @@ def _verify_reload(reload: fx.Node, positions: dict[fx.Node, int], marker: int) 
         _fail(wait, f"reloads {_describe(now)}, but {_describe(was)} was offloaded")
     if asked != (list(was.shape), list(was.stride()), was.dtype, was.device):
         _fail(reload, f"asks for {asked}, but {_describe(was)} was offloaded")
+
+
+def _verify_host_tier(joint: ScheduledJointGraph, alias_sets: AliasSets, host: HostTier | None) -> None:
+    """Replays the graph: an offload takes room in the tier, the wait for it gives it back."""
+    held: dict[fx.Node, int] = {}
+    for node in joint.graph.nodes:
+        if node.target is OFFLOAD and node.kwargs.get("host"):
+            if host is None:
+                _fail(node, "an offload to the host tier, which this device does not have")
+            held[node] = host.held_bytes(_storage_of(node.args[0], alias_sets, node).hint_bytes)
+            if sum(held.values()) > host.budget_bytes:
+                _fail(node, f"the host tier would hold {sum(held.values())} bytes; its budget is {host.budget_bytes}")
+        elif node.target is WAIT:
+            held.pop(_offload_of(node.all_input_nodes[0]), None)
+
+
+def _verify_reload_orders(graph: fx.Graph) -> None:
+    """A storage that is reloaded twice counts by its first reload."""
+    offloads = list(dict.fromkeys(map(_offload_of, find(graph, RELOAD))))
+    said = [offload.kwargs.get("reload_order") for offload in offloads]
+    if any(order is not None for order in said) and said != list(range(len(offloads))):
+        wrong = next(offload for order, offload in enumerate(offloads) if offload.kwargs.get("reload_order") != order)
+        _fail(wrong, f"is reloaded as number {offloads.index(wrong)} of {len(offloads)}, counted from 0")
+
+
+def _offload_of(reload: fx.Node) -> fx.Node:
+    release = reload.all_input_nodes[0]
+    return release.all_input_nodes[0]
 
 
 def _storage_of(node: object, alias_sets: AliasSets, offender: fx.Node) -> Storage:

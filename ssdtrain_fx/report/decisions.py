@@ -1,10 +1,10 @@
-"""How each kind of decision is shown. One line for each; the rest of the report asks here."""
+"""How each kind of decision is shown. One line for each, and for each tier; the rest of the report asks here."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from ssdtrain_fx.passes.plan import Decision
+from ssdtrain_fx.passes.plan import Decision, Offload
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,8 +24,13 @@ STYLES = {
 }
 """By the class of the decision."""
 
+ON_HOST = Style("host", "#4d7fa8", "leaves the GPU in forward for pinned host memory and comes back in backward")
+"""An offload that gets no further."""
+
 
 def style_of(decision: Decision) -> Style:
     """A decision that nobody has styled yet shows under the name of its class."""
+    if isinstance(decision, Offload) and decision.tier == "host":
+        return ON_HOST
     kind = type(decision).__name__
     return STYLES.get(kind, Style(kind.lower(), "#c2571a", ""))

@@ -33,16 +33,17 @@ class GraphReport:
 
     def endurance(self, rated_bytes: int) -> Endurance:
         """The drive under this graph alone."""
-        return Endurance(rated_bytes, self.plan.offloaded_bytes, self.plan.step_s + self.plan.exposed_s)
+        return Endurance(rated_bytes, self.plan.written_bytes, self.plan.step_s + self.plan.exposed_s)
 
     def summary(self, rated_endurance_bytes: int) -> str:
         """One line: did it help, and what does it cost?"""
         plan = self.plan
         peaks = f"{format_bytes(plan.peak_before_bytes)} -> {format_bytes(plan.peak_after_bytes)}"
+        on_host = f", up to {format_bytes(plan.host_peak_bytes)} in host memory" if plan.on_host else ""
         step = f"a step of {format_seconds(plan.step_s)} ({100 * plan.slowdown:+.1f} %)"
         return (
             f"predicted activation peak {peaks}; "
-            f"{format_bytes(plan.offloaded_bytes)} out and back per step; "
+            f"{format_bytes(plan.offloaded_bytes)} out and back per step{on_host}; "
             f"{format_seconds(plan.exposed_s)} exposed in {step}; {self.endurance(rated_endurance_bytes)}"
         )
 
@@ -55,7 +56,8 @@ class GraphReport:
     def optimality(self, config: OffloadConfig, *, time_limit_s: float = 60) -> str:
         """One line: how far the plan is from the lowest peak that any placement can reach in the same time.
 
-        Solves the problem exactly, which takes minutes from some fifty storages on; then the bound counts.
+        Solves the problem exactly, which takes minutes from some fifty storages on; then the bound counts. The exact
+        planner knows no host tier: a plan with one may be below the bound.
         """
         from ssdtrain_fx.passes.solve_exactly import solve_exactly  # scipy takes a second to import
 
@@ -63,9 +65,11 @@ class GraphReport:
         exact = solve_exactly(self.problem, max_slowdown=allowed, time_limit_s=time_limit_s)
         found = self.plan.peak_after_bytes
         above = found / exact.lower_bound_bytes - 1 if exact.lower_bound_bytes else 0.0
+        tier, this = (", no host tier", "this plan has one and") if self.plan.on_host else ("", "this plan")
+        where = f"at most {100 * above:.1f} % above the optimum" if above >= 0 else f"{-100 * above:.1f} % below that"
         return (
-            f"exact planner, {100 * allowed:.1f} % of the step time allowed: no placement has a peak below "
-            f"{format_bytes(exact.lower_bound_bytes)}; this plan is at most {100 * above:.1f} % above the optimum"
+            f"exact planner, {100 * allowed:.1f} % of the step time allowed{tier}: no placement has a peak below "
+            f"{format_bytes(exact.lower_bound_bytes)}; {this} is {where}"
         )
 
     def where(self) -> str:

@@ -53,6 +53,7 @@ def _graph_data(graph: GraphReport, report: Report) -> dict[str, Any]:
         "lifetime": format_lifetime(graph.endurance(report.rated_endurance_bytes).lifetime_s),
         "hardware": graph.problem.hardware.device,
         "offloaded_bytes": plan.offloaded_bytes,
+        "host_peak_bytes": plan.host_peak_bytes,
         "floor_bytes": plan.floor_bytes,
         "num_inputs": sum(storage.is_input for storage in plan.storages),
         "inputs_bytes": sum(storage.size_bytes for storage in plan.storages if storage.is_input),

@@ -101,7 +101,7 @@ def _likeness(storage: SavedStorage, module: str) -> tuple[object, ...]:
         storage.size_bytes,
         len(storage.saved_nodes),
         storage.source,
-        type(storage.decision),
+        style_of(storage.decision).name,
         storage.decision.reason,
     )
 

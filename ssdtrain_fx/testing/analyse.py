@@ -17,6 +17,7 @@ from ssdtrain_fx.passes.liveness import find_live_intervals
 from ssdtrain_fx.passes.plan import Plan
 from ssdtrain_fx.passes.plan_offloads import plan_offloads, pose_problem
 from ssdtrain_fx.passes.policy import Budget, Policy
+from ssdtrain_fx.passes.transfer_problem import HostTier
 from ssdtrain_fx.passes.verify_offloads import verify_offloads
 from ssdtrain_fx.testing.capture import CapturedStep
 
@@ -69,10 +70,11 @@ class GraphAnalysis:
         disk: float = 1024,
         max_slowdown: float = 0.0,
         budget_bytes: int | None = None,
+        host_bytes: int = 0,
     ) -> Plan:
         """What ``policy`` decides when every node takes a second, and ``disk`` bytes go either way meanwhile.
 
-        No copies, no staging, no recomputation.
+        No copies, no staging, no recomputation; with ``host_bytes`` a GPU whose staging is a host tier of that size.
 
         Raises:
             PolicyError: a decision is not legal.
@@ -85,7 +87,11 @@ class GraphAnalysis:
             intervals=find_live_intervals(self.joint.graph, self.alias_sets),
             node_s=(1.0,) * len(self.joint.graph.nodes),
         )
-        problem = pose_problem(known, hardware=toy_hardware(disk))
+        hardware, host = toy_hardware(disk), None
+        if host_bytes:
+            hardware = dataclasses.replace(hardware, device="toy GPU", staging_bytes=host_bytes)
+            host = HostTier(budget_bytes=host_bytes)
+        problem = pose_problem(known, hardware=hardware, host=host)
         if callable(policy):
             budget = Budget(max_slowdown=max_slowdown, memory_budget_bytes=budget_bytes)
             return apply_policy(policy, known, problem, budget)
@@ -103,8 +109,9 @@ class GraphAnalysis:
         Raises:
             InternalError: the plan does not belong to this graph, or the rewritten graph breaks an invariant.
         """
-        insert_offloads(self.joint, self.alias_sets, plan, self.candidates, engine=_ENGINE)
-        verify_offloads(self.joint)
+        on_gpu = bool(plan.on_host)
+        insert_offloads(self.joint, self.alias_sets, plan, self.candidates, engine=_ENGINE, order_reloads=on_gpu)
+        verify_offloads(self.joint, host=HostTier(budget_bytes=plan.host_peak_bytes) if on_gpu else None)
         return self.joint
 
     def candidate(self, name: str) -> Candidate:

@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from problems import transfer_problems
 
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.passes.place_transfers import place
-from ssdtrain_fx.passes.simulate import Simulation, simulate
-from ssdtrain_fx.passes.transfer_problem import Movable, Placement, Step, TransferProblem
+from ssdtrain_fx.passes.simulate import Simulation, host_bytes, simulate
+from ssdtrain_fx.passes.transfer_problem import HostTier, Movable, Placement, Step, TransferProblem
 from ssdtrain_fx.testing import toy_hardware
 
 A = Movable(idx=0, size_bytes=20, start=0, complete=1, earliest_release=1, wait=9, end=10)
 B = Movable(idx=1, size_bytes=20, start=1, complete=2, earliest_release=2, wait=8, end=9)
+INSTANT = Channel(bytes_per_s=1e30)
 
 
 def problem(*movables: Movable, num_nodes: int = 10, **hardware: Any) -> TransferProblem:
@@ -144,6 +146,112 @@ def test_what_is_still_in_staging_is_not_read() -> None:
     assert result.exposed_s == 0
 
 
+# The host tier: staging of 100 bytes, copies of 10 bytes a second out and 20 back.
+
+
+def with_host(*movables: Movable, budget_bytes: int = 40, chunk_bytes: int = 1, **hardware: Any) -> TransferProblem:
+    staged: dict[str, Any] = {
+        "device": "toy GPU",
+        "staging_bytes": 100,
+        "copy_out": Channel(bytes_per_s=10),
+        "copy_in": Channel(bytes_per_s=20),
+    }
+    host = HostTier(budget_bytes=budget_bytes, chunk_bytes=chunk_bytes)
+    return dataclasses.replace(problem(*movables, **{**staged, **hardware}), host=host)
+
+
+def on_host(release: int, reload: int) -> Placement:
+    return Placement(release, reload, tier="host")
+
+
+def test_the_host_tier_costs_the_copies_only() -> None:
+    """Out from 1 to 3, back from 8 to 9; held from the offload until the wait, by the nodes 1 to 8."""
+    result = simulate(with_host(A), {0: on_host(3, 8)}, record=True)
+    assert result.exposed_s == 0
+    assert result.live_bytes == (21, 21, 21, 1, 1, 1, 1, 1, 21, 21)
+    assert (result.write_busy_s, result.read_busy_s, result.forwarded_bytes) == (0, 0, 0)
+    assert transfers(result, "copy_out") == [(0, 1, 3)]
+    assert transfers(result, "copy_in") == [(0, 8, 9)]
+    assert host_bytes(with_host(A), {0: on_host(3, 8)}) == (0, 20, 20, 20, 20, 20, 20, 20, 20, 0)
+    assert result.host_peak_bytes == result.staging_peak_bytes == 20
+
+
+def test_copies_to_the_host_tier_take_their_turn() -> None:
+    """A goes to the SSD, copied from 1 to 3; B to the host tier, from 3 to 5: releasing it at 3 waits for 2 seconds.
+    Had B not moved, or A neither, nothing would wait."""
+    result = simulate(with_host(A, B), {0: Placement(3, 7), 1: on_host(3, 6)})
+    assert result.release_stall_s == {1: 2}
+    assert simulate(with_host(A, B), {1: on_host(4, 6)}).exposed_s == 0
+
+
+def test_copies_back_stand_in_line_but_not_behind_reads() -> None:
+    """B is read from 6 to 8. A's copy is asked for at 7 and takes a second: it is over at 8, beside the read."""
+    result = simulate(with_host(A, B, copy_out=INSTANT), {0: on_host(5, 7), 1: Placement(5, 6)}, record=True)
+    assert transfers(result, "read") == [(1, 6, 8)]
+    assert transfers(result, "copy_in") == [(0, 7, 8)]
+    # Both by copies of 2 seconds: B's from 7 to 9, a second late at 8; A's asked for at 7 too, from 9 to 11, and needed
+    # when B is worked on, at 10.
+    slow = with_host(A, B, copy_out=INSTANT, copy_in=Channel(bytes_per_s=10))
+    result = simulate(slow, {0: on_host(5, 7), 1: on_host(5, 7)}, record=True)
+    assert transfers(result, "copy_in") == [(0, 7, 9), (1, 9, 11)]
+    assert result.wait_stall_s == {1: 3}
+
+
+def test_what_the_host_tier_holds_is_no_room_for_writes() -> None:
+    """Staging of 20. A fills it at 1 and stays; B, offloaded at 2, is written from 2 to 4 and has not left before."""
+    small = with_host(A, B, staging_bytes=20, copy_out=INSTANT)
+    result = simulate(small, {0: on_host(2, 7), 1: Placement(2, 6)})
+    assert result.release_stall_s == {1: 2}
+    assert result.staging_peak_bytes == 20
+    # The other way round: A is written from 1 to 3, and until then there is no room for B.
+    result = simulate(small, {0: Placement(1, 7), 1: on_host(2, 6)})
+    assert result.release_stall_s == {1: 1}
+
+
+def test_what_stays_on_the_host_leaves_the_disk_to_others() -> None:
+    """With B on the SSD too, A's read waits for its turn; see test_reads_stand_in_line."""
+    assert simulate(with_host(A, B, copy_out=INSTANT), {0: Placement(5, 7), 1: on_host(5, 7)}).exposed_s == 0
+
+
+def test_the_host_tier_gives_out_whole_pieces() -> None:
+    chunked = with_host(A, budget_bytes=32, chunk_bytes=16)
+    assert simulate(chunked, {0: on_host(3, 8)}).host_peak_bytes == 32
+    tier = HostTier(budget_bytes=32, chunk_bytes=16)
+    assert [tier.held_bytes(size_bytes) for size_bytes in (0, 1, 16, 17)] == [0, 16, 16, 32]
+
+
+def test_the_host_tier_holds_no_more_than_its_budget() -> None:
+    with pytest.raises(ValueError, match=r"for another problem: 40 in HostTier\(budget_bytes=39, chunk_bytes=1\)\."):
+        simulate(with_host(A, B, budget_bytes=39), {0: on_host(5, 7), 1: on_host(5, 7)})
+    with pytest.raises(ValueError, match="for another problem: no host tier, but storage 0 in it"):
+        simulate(problem(A), {0: on_host(5, 7)})
+
+
+@given(problem=transfer_problems(), draw=st.data())
+def test_tiers_change_channels_and_nothing_else(problem: TransferProblem, draw: st.DataObject) -> None:
+    """Whatever is in the host tier: bytes in tensors are the same, the SSD has the others alone, staging is kept."""
+    total_bytes = sum(movable.size_bytes for movable in problem.movables)
+    hardware = dataclasses.replace(problem.hardware, device="toy GPU", copies_block_compute=False)
+    hardware = dataclasses.replace(hardware, staging_bytes=total_bytes + hardware.staging_bytes)
+    problem = dataclasses.replace(problem, hardware=hardware, host=HostTier(budget_bytes=total_bytes))
+    placed = place(problem, problem.movables, 0.8)
+    staying = draw.draw(st.sets(st.sampled_from(sorted(placed))) if placed else st.just(set[int]()))
+    tiered = {idx: dataclasses.replace(one, tier="host" if idx in staying else "ssd") for idx, one in placed.items()}
+    result = simulate(problem, tiered, record=True)
+    assert result.live_bytes == simulate(problem, placed).live_bytes
+    ssd = [movable.size_bytes for movable in problem.movables if movable.idx not in staying]
+    assert result.write_busy_s == pytest.approx(sum(map(hardware.write.transfer_s, ssd)))
+    assert {one.idx for one in result.transfers if one.channel == "write"} == placed.keys() - staying
+    assert {idx for idx, _, _ in transfers(result, "copy_out")} == staying
+    assert {idx for idx, _, _ in transfers(result, "copy_in")} == staying
+    assert result.host_peak_bytes == max(host_bytes(problem, tiered), default=0)
+    assert result.staging_peak_bytes <= hardware.staging_bytes
+    released = {one.idx: one.end_s for one in result.events if one.step in (Step.RELEASE, Step.RELEASE_AT_ONCE)}
+    waited = {one.idx: one.end_s for one in result.events if one.step is Step.WAIT}
+    assert all(end_s <= released[idx] for idx, _, end_s in transfers(result, "copy_out"))
+    assert all(end_s <= waited[idx] for idx, _, end_s in transfers(result, "copy_in"))
+
+
 def transfers(result: Simulation, channel: str) -> list[tuple[int, float, float]]:
     return [(one.idx, one.begin_s, one.end_s) for one in result.transfers if one.channel == channel]
 
@@ -158,7 +266,7 @@ def test_transfers_are_told_with_their_times() -> None:
 
 def test_a_write_waits_for_its_turn_and_slows_down_beside_a_read() -> None:
     """4 bytes a second: A is written from 1 to 6, B from 6 on, and A is read from 6 on too, each at half the rate."""
-    slow = {"write": Channel(bytes_per_s=4), "read": Channel(bytes_per_s=4), "staging_bytes": 100}
+    slow: dict[str, Any] = {"write": Channel(bytes_per_s=4), "read": Channel(bytes_per_s=4), "staging_bytes": 100}
     result = simulate(
         problem(A, B, **slow), {0: Placement(release=3, reload=6), 1: Placement(release=3, reload=8)}, record=True
     )

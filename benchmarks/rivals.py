@@ -1,6 +1,6 @@
 """Peak memory and step time of every way to hold less: at equal peak, who is faster; at equal time, who is smaller?
 
-    python benchmarks/rivals.py --model gpt2            # also bert, t5, llama: a few minutes each
+    python benchmarks/rivals.py --model gpt2            # also bert, t5, llama: some ten minutes each
 
 Plain Inductor is the base of all ratios. Against it run
 
@@ -10,10 +10,11 @@ Plain Inductor is the base of all ratios. Against it run
     hooks_disk    saved-tensor hooks that write to a file in the background (ssdtrain_fx/rivals.py)
     ssdtrain      this backend, at several max_slowdown
 
-All run under Inductor, one process each, taking turns step by step; memory is measured afterwards, one process at a
-time. On a CPU ``save_on_cpu`` copies from host memory to host memory and can save nothing; it is shown because it is
-what the hook costs. torch's own activation offloading (``enable_activation_offloading``) is missing for that reason: it
-moves marked activations to CPU memory with ``device_put``, and on a CPU that is where they are.
+All run under Inductor, each in a process of its own that takes turns with one of plain Inductor, step by step; its
+memory is measured afterwards. On a CPU ``save_on_cpu`` copies from host memory to host memory and can save nothing; it
+is shown because it is what the hook costs. torch's own activation offloading (``enable_activation_offloading``) is
+missing for that reason: it moves marked activations to CPU memory with ``device_put``, and on a CPU that is where they
+are.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ MAX_SLOWDOWNS = (0.02, 0.05, 0.1, 0.2)
 TOLERANCE = 0.01
 """Peaks and times this close count as equal."""
 COLORS = {
-    "inductor": "#555555",
     "checkpoint": "#1b9e77",
     "budget": "#7570b3",
     "hooks_host": "#a6761d",
@@ -66,8 +66,8 @@ class Point:
 
 
 def runs_of(run: Run, *, budgets: Sequence[float], max_slowdowns: Sequence[float]) -> list[tuple[str, Run]]:
-    """Every run with its setting in words; plain Inductor first."""
-    runs = [("", dataclasses.replace(run, variant=variant)) for variant in ("inductor", "checkpoint")]
+    """Every run with its setting in words, apart from plain Inductor."""
+    runs = [("", dataclasses.replace(run, variant="checkpoint"))]
     for share in budgets:
         options = {**run.options, "activation_memory_budget": share}
         runs.append((f"{share:g}", dataclasses.replace(run, variant="budget", options=options)))
@@ -78,8 +78,7 @@ def runs_of(run: Run, *, budgets: Sequence[float], max_slowdowns: Sequence[float
     return runs
 
 
-def points_of(settings: Sequence[str], results: Sequence[bench.Result]) -> list[Point]:
-    base = results[0]
+def points_of(settings: Sequence[str], pairs: Sequence[tuple[bench.Result, bench.Result]]) -> list[Point]:
     return [
         Point(
             variant=result.run.variant,
@@ -88,7 +87,7 @@ def points_of(settings: Sequence[str], results: Sequence[bench.Result]) -> list[
             time_ratio=median_ratio(result.timed, base.timed),
             equal_bits=result.equals(base),
         )
-        for setting, result in zip(settings, results, strict=True)
+        for setting, (base, result) in zip(settings, pairs, strict=True)
     ]
 
 
@@ -177,23 +176,28 @@ def main(arguments: list[str]) -> int:
     settings, runs = zip(*runs_of(run, budgets=chosen.budgets, max_slowdowns=chosen.max_slowdowns), strict=True)
     console = Console()
     with Progress(*progress_columns(), console=console) as progress:
-        bar = progress.add_task("compiling", total=bench.count_steps(runs, chosen.steps))
+        total = bench.MEMORY_STEPS + len(runs) * (2 * chosen.steps + bench.MEMORY_STEPS)
+        bar = progress.add_task("compiling", total=total)
 
         def on_step(run: Run, step: Step) -> None:
             progress.update(bar, description=f"{run.measure}, {run.variant}, step {step.index + 1}", advance=1)
 
         try:
-            results = bench.measure(runs, steps=chosen.steps, on_step=on_step)
+            base = dataclasses.replace(run, variant=bench.BASE)
+            pairs = bench.measure_in_pairs(base, runs, steps=chosen.steps, on_step=on_step)
         except WorkerError as error:
             sys.exit(str(error))
-    points = points_of(settings, results)
+    points = points_of(settings, pairs)
     title = f"{run.model}, {run.layers} layers, hidden {run.hidden}, batch {run.batch} x {run.sequence}"
     console.print(render(points, title))
     folder = Path(__file__).parent / "results"
     folder.mkdir(exist_ok=True)
     json_path: Path = chosen.json or folder / f"rivals-{run.model}.json"
     png_path: Path = chosen.png or folder / f"rivals-{run.model}.png"
-    written = {**bench.to_json(results, directories), "points": [dataclasses.asdict(point) for point in points]}
+    written = {
+        "points": [dataclasses.asdict(point) for point in points],
+        "pairs": [bench.to_json(pair, directories) for pair in pairs],
+    }
     json_path.write_text(json.dumps(written, indent=2) + "\n")
     draw(points, png_path, title)
     console.print(f"Results: {json_path.resolve()}\nPicture: {png_path.resolve()}", highlight=False, soft_wrap=True)

@@ -62,8 +62,26 @@ def measure(runs: Sequence[Run], *, steps: int, on_step: Callable[[Run, Step], N
         WorkerError: a worker failed.
     """
     timed = _in_turns(runs, steps, on_step)
-    sampled = [_in_turns([dataclasses.replace(run, measure="memory")], MEMORY_STEPS, on_step)[0] for run in runs]
+    sampled = [_sample(run, on_step) for run in runs]
     return [Result(run=run, timed=a, sampled=b) for run, a, b in zip(runs, timed, sampled, strict=True)]
+
+
+def measure_in_pairs(
+    base: Run, others: Sequence[Run], *, steps: int, on_step: Callable[[Run, Step], None]
+) -> list[tuple[Result, Result]]:
+    """Each of ``others`` in turns with ``base``: the results of both. At most two processes at a time, for when memory
+    would not hold all of them.
+
+    Raises:
+        WorkerError: a worker failed.
+    """
+    base_sampled = _sample(base, on_step)
+    pairs: list[tuple[Result, Result]] = []
+    for run in others:
+        base_timed, timed = _in_turns([base, run], steps, on_step)
+        result = Result(run=run, timed=timed, sampled=_sample(run, on_step))
+        pairs.append((Result(run=base, timed=base_timed, sampled=base_sampled), result))
+    return pairs
 
 
 def render_table(results: Sequence[Result]) -> Table:
@@ -155,6 +173,11 @@ def to_json(results: Sequence[Result], directories: Sequence[str]) -> dict[str, 
             for result in results
         ],
     }
+
+
+def _sample(run: Run, on_step: Callable[[Run, Step], None]) -> list[Step]:
+    (steps,) = _in_turns([dataclasses.replace(run, measure="memory")], MEMORY_STEPS, on_step)
+    return steps
 
 
 def _in_turns(runs: Sequence[Run], steps: int, on_step: Callable[[Run, Step], None]) -> list[list[Step]]:

@@ -63,6 +63,19 @@ def run_bench(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["bench", "--device", "cpu", "--steps", str(STEPS), *arguments])
 
 
+def test_pairs_are_two_processes_at_a_time(worker: type[FakeWorker]) -> None:
+    base, others = Run(variant="inductor"), [Run(variant="ssdtrain"), Run(variant="checkpoint")]
+    pairs = bench.measure_in_pairs(base, others, steps=STEPS, on_step=lambda run, step: None)
+    assert worker.opened == [
+        ("memory", "inductor"),
+        *[("time", "inductor"), ("time", "ssdtrain"), ("memory", "ssdtrain")],
+        *[("time", "inductor"), ("time", "checkpoint"), ("memory", "checkpoint")],
+    ]
+    assert [bench.median_ratio(one.timed, its_base.timed) for its_base, one in pairs] == [1.05, 1.3]
+    assert [one.peak_bytes / its_base.peak_bytes for its_base, one in pairs] == [0.2, 0.4]
+    assert all(one.equals(its_base) for its_base, one in pairs)
+
+
 def test_every_variant_is_timed_first_and_then_sampled_and_compared_with_inductor(worker: type[FakeWorker]) -> None:
     done = run_bench("--json", "-")
     assert done.exit_code == 0, done.output

@@ -52,3 +52,20 @@ def test_ops(load: Callable[[str], ModuleType], ssd_dir: str, tmp_path: Path, on
     assert [row["size_mib"] for row in written["results"]] == [1, 2, 8]
     for row in written["results"]:
         assert all(row[f"{name}_us"] > 0 for name in ("offload", "release", "reload", "wait", "total"))
+
+
+def test_rivals_at_equal_peak_and_at_equal_time(load: Callable[[str], ModuleType]) -> None:
+    rivals = load("rivals")
+
+    def point(peak_ratio: float, time_ratio: float) -> object:
+        return rivals.Point(
+            variant="ssdtrain", setting="", peak_ratio=peak_ratio, time_ratio=time_ratio, equal_bits=True
+        )
+
+    ours = [small, fast] = [point(0.2, 1.1), point(0.5, 1.02)]
+    assert rivals.fastest_within(ours, 0.6) is fast
+    assert rivals.fastest_within(ours, 0.3) is small
+    assert rivals.fastest_within(ours, 0.1) is None
+    assert rivals.smallest_within(ours, 1.2) is small
+    assert rivals.smallest_within(ours, 1.05) is fast
+    assert rivals.smallest_within(ours, 1.0) is None

@@ -165,7 +165,7 @@ class Engine:
         source = movable(x.detach())
         byte_count = span_bytes(source)
         entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
-        entry.host, entry.reload_order = host, reload_order
+        entry.host, entry.reload_order = host and lane.has_host_tier, reload_order
         handle = next(self._handles)
         owner = Owner(handle, ledger.dead_handles)
         entry.owner = weakref.ref(owner)
@@ -173,8 +173,10 @@ class Engine:
         with ledger.lock:
             ledger.check_usable(name)
             ledger.drain()
-            stall_s = self._predict_stall_s(lane, byte_count, out_s, back_s)
+            stall_s = self._predict_stall_s(lane, entry, out_s, back_s)
             moves = byte_count == 0 or ledger.admission.admits(stall_s)
+            if link:
+                self._runs.add(entry, handle, link)
             if moves:
                 ledger.admission.charge(stall_s)
                 entry.charged_s = stall_s
@@ -182,8 +184,6 @@ class Engine:
                 lane.enlist_copies(entry)
             else:
                 ledger.enter_resident(handle, entry)
-            if link:
-                self._runs.add(entry, handle, link)
             if held:
                 self._held.add(x, handle, ledger.entries.__contains__)
         if moves:
@@ -368,6 +368,9 @@ class Engine:
                 kept_bytes=counters.kept_bytes,
                 kept_for_time=counters.kept_for_time,
                 kept_for_time_bytes=counters.kept_for_time_bytes,
+                read_ahead_bytes=counters.read_ahead_bytes,
+                host_bytes=counters.host_bytes,
+                demoted_bytes=counters.demoted_bytes,
                 cancelled_bytes=counters.cancelled_bytes,
                 deduplicated_bytes=counters.deduplicated_bytes,
                 late_bytes=counters.late_bytes,
@@ -558,15 +561,15 @@ class Engine:
         chunk_bytes, stripe_bytes = self._chunk_bytes or default_bytes, self._file.stripe_bytes
         return chunk_bytes if stripe_bytes is None else math.gcd(chunk_bytes, stripe_bytes)
 
-    def _predict_stall_s(self, lane: Lane, size_bytes: int, out_s: float | None, back_s: float | None) -> float:
+    def _predict_stall_s(self, lane: Lane, entry: Entry, out_s: float | None, back_s: float | None) -> float:
         """For how much longer than planned a release and a wait would stall. Needs the lock."""
         meters, counters = self._ledger.traffic.meters, self._ledger.counters
         stall_s = 0.0
         if out_s is not None:
-            unstaged_bytes = counters.unwritten_bytes + size_bytes - lane.staging_bytes
+            unstaged_bytes = counters.unwritten_bytes + counters.held_bytes + entry.byte_count - lane.staging_bytes
             stall_s += max(0.0, meters[Direction.WRITE].transfer_s(unstaged_bytes) - out_s)
-        if back_s is not None:
-            stall_s += max(0.0, meters[Direction.READ].transfer_s(size_bytes) - back_s)
+        if back_s is not None and not entry.host:
+            stall_s += max(0.0, meters[Direction.READ].transfer_s(entry.byte_count) - back_s)
         return stall_s
 
     def _wait_until_copied(self, lane: Lane, entry: Entry, awaited: Sequence[Entry]) -> None:

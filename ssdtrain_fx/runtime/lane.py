@@ -31,6 +31,8 @@ class Lane(abc.ABC):
     """The engine's view of a lane, and the bookkeeping at the ends of transfers. Methods that say so need the ledger's
     lock."""
 
+    has_host_tier = False
+    """Bytes may stay in its staging buffers, beside the memory that tensors come from."""
     busy_with = 2
     """Transfers in one direction that keep the disk busy."""
 

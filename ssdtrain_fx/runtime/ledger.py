@@ -3,8 +3,11 @@
 The life of a chunk, the unit of transfer::
 
     SOURCE -> COPYING -> STAGED -> WRITING -> ON_DISK
-       |                   |          '-----> KEPT        (the write failed: the bytes stay in ordinary memory)
-       '-------------------'----------------> CANCELLED   (the last token died first, or the tensor stays in memory)
+       |                 |  | ^       '-----> KEPT        (the write failed: the bytes stay in ordinary memory)
+       |                 |  v |
+       |                 | HELD                           (in the host tier, until somebody else needs the buffer)
+       |                 |  |
+       '-----------------'--'---------------> CANCELLED   (the last token died first, or the tensor stays in memory)
 
 Guarantees:
 
@@ -23,6 +26,7 @@ import enum
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +55,7 @@ class ChunkState(enum.Enum):
     SOURCE = enum.auto()
     COPYING = enum.auto()
     STAGED = enum.auto()
+    HELD = enum.auto()
     WRITING = enum.auto()
     ON_DISK = enum.auto()
     KEPT = enum.auto()
@@ -60,7 +65,18 @@ class ChunkState(enum.Enum):
 class Chunk:
     """``length`` bytes of an entry, from byte ``start`` on."""
 
-    __slots__ = ("checksum", "copied", "entry", "kept", "length", "staging", "start", "state", "waiting_fills")
+    __slots__ = (
+        "arriving",
+        "checksum",
+        "copied",
+        "entry",
+        "kept",
+        "length",
+        "staging",
+        "start",
+        "state",
+        "waiting_fills",
+    )
 
     def __init__(self, entry: Entry, start: int, length: int) -> None:
         self.entry = entry
@@ -72,8 +88,10 @@ class Chunk:
         """When the bytes are in ``staging``."""
         self.kept: Tensor | None = None
         self.checksum = 0
+        self.arriving = False
+        """It is being read ahead."""
         self.waiting_fills: list[Fill] = []
-        """Reloads that came before the bytes left the tensor."""
+        """Reloads that came before the bytes left the tensor, or while they were being read ahead."""
 
 
 class Entry:
@@ -218,6 +236,9 @@ class Counters:
     kept_for_time: int = 0
     kept_for_time_bytes: int = 0
     cancelled_bytes: int = 0
+    host_bytes: int = 0
+    demoted_bytes: int = 0
+    read_ahead_bytes: int = 0
     deduplicated_bytes: int = 0
     late_bytes: int = 0
     ahead_bytes: int = 0
@@ -226,6 +247,8 @@ class Counters:
     in_flight_bytes: int = 0
     unwritten_bytes: int = 0
     """Of these, bytes on their way out that have not reached the file."""
+    held_bytes: int = 0
+    """Bytes in the host tier now."""
 
 
 class Ledger:
@@ -247,6 +270,8 @@ class Ledger:
         """Filled by finalisers, without the lock."""
         self.trash: collections.deque[object] = collections.deque()
         """Emptied without the lock."""
+        self.when_unneeded: list[Callable[[Entry], None]] = []
+        """Called with the lock held for an entry whose bytes in staging and in the file nobody will read any more."""
         self.ended_transfers = 0
         self.trace: Trace | None = None
         """What records events, where somebody wants to see them."""
@@ -312,6 +337,11 @@ class Ledger:
                 entry.uncopied -= 1
                 entry.unsafe -= 1
                 self.cancel(chunk)
+        self._tell_unneeded(entry)
+
+    def _tell_unneeded(self, entry: Entry) -> None:
+        for tell in self.when_unneeded:
+            tell(entry)
 
     def _note_stay(self, entry: Entry) -> None:
         entry.stays = True
@@ -337,6 +367,7 @@ class Ledger:
                     self.cancel(chunk)
             entry.dead = True
             self.drop_ahead(entry)
+            self._tell_unneeded(entry)
             del self.entries[handle]
             self.admission.charge(-entry.charged_s)
             if entry.resident is not None:
@@ -351,6 +382,32 @@ class Ledger:
         self.counters.unwritten_bytes -= chunk.length
         self.counters.cancelled_bytes += chunk.length
         self.settle(chunk.entry, chunk.length)
+
+    def hold(self, chunk: Chunk) -> None:
+        """A chunk in staging has come to rest there."""
+        chunk.state = ChunkState.HELD
+        self.counters.unwritten_bytes -= chunk.length
+        self.counters.host_bytes += chunk.length
+        self.counters.held_bytes += chunk.length
+        self.settle(chunk.entry, chunk.length)
+
+    def let_go(self, chunk: Chunk) -> None:
+        """Nobody needs a chunk that is held."""
+        chunk.state = ChunkState.CANCELLED
+        self.counters.held_bytes -= chunk.length
+
+    def demote(self, chunk: Chunk) -> None:
+        """A chunk that is held has to be written after all."""
+        chunk.state = ChunkState.STAGED
+        self.counters.held_bytes -= chunk.length
+        self.counters.demoted_bytes += chunk.length
+        self.counters.unwritten_bytes += chunk.length
+        self.begin(chunk)
+
+    def begin(self, chunk: Chunk) -> None:
+        """One transfer of an entry more, until :meth:`settle`."""
+        self.counters.in_flight_bytes += chunk.length
+        chunk.entry.busy += 1
 
     def source_is_safe(self, chunk: Chunk) -> None:
         """The device needs the tensor no more for this chunk."""
@@ -403,7 +460,8 @@ class Ledger:
         return (
             f"{self.counters.in_flight_bytes} bytes in flight; chunks: {states[ChunkState.SOURCE]} to be copied, "
             f"{states[ChunkState.COPYING]} being copied, {states[ChunkState.STAGED]} to be written, "
-            f"{states[ChunkState.WRITING]} being written, {reads} being read back"
+            f"{states[ChunkState.HELD]} in the host tier, {states[ChunkState.WRITING]} being written, "
+            f"{reads} being read back"
         )
 
     def tidy(self) -> None:

@@ -22,8 +22,11 @@ class Statistics:
     """Tensor bytes that reached the file."""
     bytes_read: int = 0
     """Tensor bytes that came back from the file."""
+    read_ahead_bytes: int = 0
+    """Of these, bytes that came back to host memory before ``reload`` had asked for them."""
     forwarded: int = 0
-    """Chunks of reloads served from memory because their write was not over, or had failed."""
+    """Reloads served from host memory, all or in part: the write was not over or had failed, or the bytes were in the
+    host tier, or had been read ahead."""
     forwarded_bytes: int = 0
     kept: int = 0
     """Chunks that stay in ordinary memory because they could not be written."""
@@ -31,6 +34,11 @@ class Statistics:
     kept_for_time: int = 0
     """Tensors that stayed in memory, because moving them would have held up the step for longer than allowed."""
     kept_for_time_bytes: int = 0
+    host_bytes: int = 0
+    """Bytes that came to rest in the host tier."""
+    demoted_bytes: int = 0
+    """Of these, bytes that had to be written after all, because staging ran short. Many of them mean that the plan has
+    put more into the host tier than ``host_budget_bytes`` has room for."""
     cancelled_bytes: int = 0
     """Bytes whose write had not begun when the last token died."""
     deduplicated_bytes: int = 0

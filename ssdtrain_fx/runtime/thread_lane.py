@@ -4,15 +4,21 @@ Why threads: they work everywhere, also with buffered files and with devices tha
 with large direct transfers reach what the disk can do, and neither ``pwrite`` nor ``memmove`` holds the interpreter
 lock. For CPU tensors :mod:`ssdtrain_fx.runtime.aio_lane` is preferred where it works.
 
+On a GPU staging is a tier of its own, between the device and the file: :mod:`ssdtrain_fx.runtime.host_tier` says which
+bytes stay there, and which come back to it before they are asked for.
+
 Guarantees:
 
 * Order of importance: reads that somebody waits for; reads, because a ``wait`` will need them; copies out of tensors,
-  because a ``release`` will; writes. Each queue is first in, first out.
+  because a ``release`` will; writes; what is read ahead. Each queue is first in, first out.
 * Where the processor can read what the disk writes, reads go straight into the tensor; else through a staging buffer.
 * No thread waits for a staging buffer while it holds one, and copies leave one buffer to reads. So a staged write can
-  always go on, each write frees a buffer, and nothing stops for ever.
-* The targets of such reads start on a page and own all pages that they touch. Nobody writes to these pages in the
-  parent before the read is over, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.staging`).
+  always go on, each write frees a buffer, and nothing stops for ever. What is held in the host tier is the exception,
+  so it is written as soon as a copy or a read lacks a buffer and nothing that is under way will free one.
+* Reading ahead leaves one buffer to each thread and one to reads, and one thread to what is asked for. What it has
+  read is dropped when a copy or a read lacks a buffer. That it fails is no error: the read that is asked for will say.
+* The targets of reads without staging start on a page and own all pages that they touch. Nobody writes to these pages
+  in the parent before the read is over, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.staging`).
 * A failed write loses nothing: the buffer goes back to the pool only after its bytes are in ordinary memory.
 * An op wakes one thread, whatever it brings: each thread that wakes takes the interpreter lock from the computing one.
   Who takes a task and leaves others wakes the next one.
@@ -31,6 +37,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ssdtrain_fx.runtime.host_tier import HostTier
 from ssdtrain_fx.runtime.lane import BLOCK_S, Lane, checksum_error, checksum_of
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
 from ssdtrain_fx.runtime.movers import Mark, Mover, Region, keep_bytes
@@ -65,6 +72,8 @@ class ThreadLane(Lane):
         self._work = threading.Condition(ledger.lock)
         self._reads: collections.deque[tuple[Fill, Chunk]] = collections.deque()
         self._copies: collections.deque[Chunk] = collections.deque()
+        self._staged: collections.deque[Chunk] = collections.deque()
+        """Copies out of tensors that the device has been told to do."""
         self._writes: collections.deque[Chunk] = collections.deque()
         self._landing: collections.deque[tuple[Mark, Fill, Chunk, StagingBuffer]] = collections.deque()
         """Copies into tensors that the device has been told to do."""
@@ -75,6 +84,10 @@ class ThreadLane(Lane):
         self._threads: list[threading.Thread] = []
         self._threads_inside = 0
         self._closing = False
+        self._tier = HostTier()
+        self.has_host_tier = mover.enqueues
+        self._arriving_count = 0
+        ledger.when_unneeded.append(self._forget)
 
     # -- called by the engine ------------------------------------------------------------------------------------------
 
@@ -89,6 +102,8 @@ class ThreadLane(Lane):
         if self._tensor_memory is not None:
             self._tensor_memory.release_idle()  # forward reads nothing back
         self._copies.extend(entry.chunks)
+        if self.has_host_tier:
+            self._tier.join(entry)
         self._start_threads()
         if not self.mover.enqueues:  # else the caller starts them itself
             self._work.notify()
@@ -100,6 +115,8 @@ class ThreadLane(Lane):
                 chunk.waiting_fills.append(fill)
             else:
                 self._reads.append((fill, chunk))
+        if self.has_host_tier:
+            self._tier.ask(fill.entry)
         self._start_threads()
         self._work.notify()
 
@@ -143,10 +160,11 @@ class ThreadLane(Lane):
                 ledger.progress.wait()
         for mark, *_ in self._landing:
             self.mover.wait_host(mark)
-        for chunk in self._writes:
+        for chunk in self._staged:
             self.mover.wait_host(chunk.copied)
-        for queue in (self._reads, self._copies, self._writes, self._landing):
+        for queue in (self._reads, self._copies, self._staged, self._writes, self._landing):
             queue.clear()
+        self._tier = HostTier()
         self.mover.forget(self.pool.close())
         if self._tensor_memory is not None:
             self._tensor_memory.release_idle()
@@ -179,14 +197,27 @@ class ThreadLane(Lane):
     def _wait_for_task(self) -> Task | None:
         while not self._closing:
             self._ledger.drain()
+            self._note_copied()
             task = self._next_landed() or self._next_read() or self._next_copy() or self._next_write()
-            task = task or self._next_sync()
+            task = task or self._next_ahead() or self._next_sync()
             if task is not None or self._ledger.trash or self._ledger.trim_wanted:
-                if self._reads or self._copies or self._writes:
+                if self._reads or self._copies or self._writes or self._tier.wants_reads:
                     self._work.notify()
                 return task or _nothing
             self._work.wait()
         return None
+
+    def _note_copied(self) -> None:
+        while self._staged and self.mover.is_over(self._staged[0].copied):
+            chunk = self._staged.popleft()
+            if chunk.copied is not None:
+                chunk.copied = None
+                self._ledger.source_is_safe(chunk)
+            if chunk.entry.host and not chunk.entry.unneeded_on_disk:
+                self._ledger.hold(chunk)
+                self._tier.hold(chunk)
+            else:
+                self._writes.append(chunk)
 
     def _next_landed(self) -> None:
         while self._landing and self.mover.is_over(self._landing[0][0]):
@@ -203,9 +234,17 @@ class ThreadLane(Lane):
                 continue
             target = fill.target
             assert target is not None
+            if chunk.arriving:
+                self._reads.popleft()
+                chunk.waiting_fills.append(fill)
+                continue
             if chunk.staging is not None:
-                chunk.staging.users += 1
                 task = functools.partial(self._forward, fill, chunk, target, chunk.staging, chunk.copied)
+                if chunk.state is ChunkState.ON_DISK:  # read ahead, for this reload
+                    self._tier.take_ahead(chunk)
+                    chunk.staging = None
+                else:
+                    chunk.staging.users += 1
             elif chunk.kept is not None:
                 task = functools.partial(self._bring_kept, fill, chunk, target, chunk.kept)
             else:
@@ -221,8 +260,9 @@ class ThreadLane(Lane):
             if self._copies[0].state is ChunkState.CANCELLED:
                 self._copies.popleft()
                 continue
-            if self.pool.available <= BUFFERS_FOR_READS:
-                return None
+            while self.pool.available <= BUFFERS_FOR_READS:
+                if not self._make_room(len(self._copies)):
+                    return None
             buffer = self.pool.acquire()
             chunk = self._copies.popleft()
             source = chunk.entry.source
@@ -235,20 +275,19 @@ class ThreadLane(Lane):
     def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
         buffer = None
         if self._tensor_memory is None:
+            while not self.pool.available:
+                if not self._make_room(len(self._reads)):
+                    return None
             buffer = self.pool.acquire()
-            if buffer is None:
-                return None
+            assert buffer is not None
         transfer = self._ledger.traffic.begin(Direction.READ)
         return functools.partial(self._read, transfer, fill, chunk, target, buffer)
 
     def _next_write(self) -> Task | None:
-        while self._writes and self.mover.is_over(self._writes[0].copied):
+        while self._writes:
             chunk = self._writes.popleft()
             buffer = chunk.staging
             assert buffer is not None
-            if chunk.copied is not None:
-                chunk.copied = None
-                self._ledger.source_is_safe(chunk)
             if not chunk.entry.unneeded_on_disk:
                 chunk.state = ChunkState.WRITING
                 transfer = self._ledger.traffic.begin(Direction.WRITE)
@@ -258,14 +297,63 @@ class ThreadLane(Lane):
             self._ledger.cancel(chunk)
         return None
 
+    def _next_ahead(self) -> Task | None:
+        if self._arriving_count >= max(1, self._thread_count - 1):
+            return None
+        if self.pool.available <= self._thread_count + BUFFERS_FOR_READS:
+            return None
+        chunk = self._tier.next_to_read()
+        buffer = None if chunk is None else self.pool.acquire()
+        if chunk is None or buffer is None:
+            return None
+        chunk.arriving = True
+        self._arriving_count += 1
+        self._ledger.begin(chunk)
+        return functools.partial(self._read_ahead, self._ledger.traffic.begin(Direction.READ), chunk, buffer)
+
+    def _make_room(self, wanted: int) -> bool:
+        """Some of ``wanted`` copies or reads lack a buffer. True: one has come free now.
+
+        Else as many chunks are taken from the host tier to be written as threads can write, less the buffers that come
+        free anyway."""
+        chunk = self._tier.pop_ahead()
+        if chunk is not None:
+            self._drop_from_staging(chunk)
+            return True
+        coming = self.pool.buffer_limit - self.pool.available - self._tier.held_count
+        while coming < min(wanted, self._thread_count):
+            chunk = self._tier.pop_held()
+            if chunk is None:
+                break
+            coming += 1
+            self._ledger.demote(chunk)
+            self._writes.append(chunk)
+            self._work.notify()
+        return False
+
+    def _forget(self, entry: Entry) -> None:
+        """Nobody will ask for ``entry``."""
+        chunks = self._tier.forget(entry)
+        for chunk in chunks:
+            if chunk.state is ChunkState.HELD:
+                self._ledger.let_go(chunk)
+            self._drop_from_staging(chunk)
+        if chunks:
+            self._work.notify()
+
+    def _drop_from_staging(self, chunk: Chunk) -> None:
+        buffer, chunk.staging = chunk.staging, None
+        assert buffer is not None
+        self.pool.drop_user(buffer)
+
     def _next_sync(self) -> Task | None:
         """Block on the device where nothing else is to be done; one thread per queue, the others stay available."""
         if self._landing and "landing" not in self._awaited:
             self._awaited.add("landing")
             return functools.partial(self._sync, self._landing[0][0], "landing")
-        if self._writes and "writes" not in self._awaited:
-            self._awaited.add("writes")
-            return functools.partial(self._sync, self._writes[0].copied, "writes")
+        if self._staged and "staged" not in self._awaited:
+            self._awaited.add("staged")
+            return functools.partial(self._sync, self._staged[0].copied, "staged")
         return None
 
     # -- tasks, without the lock ---------------------------------------------------------------------------------------
@@ -279,7 +367,7 @@ class ThreadLane(Lane):
             chunk.staging, chunk.copied, chunk.state = buffer, copied, ChunkState.STAGED
             if copied is None:
                 self._ledger.source_is_safe(chunk)
-            self._writes.append(chunk)
+            self._staged.append(chunk)
             self._trace("copy", chunk, began_ns)
             self._trace_levels()
             self._copied(chunk)
@@ -318,21 +406,10 @@ class ThreadLane(Lane):
         return None
 
     def _read(self, transfer: Transfer, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer | None) -> None:
-        ledger, slot = self._ledger, chunk.entry.slot
-        assert slot is not None
-        read_bytes = round_up(chunk.length)
+        ledger, read_bytes = self._ledger, round_up(chunk.length)
         data = _memory(target.address + chunk.start, read_bytes) if buffer is None else buffer.view[:read_bytes]
-        error = None
         began_ns = time.perf_counter_ns()
-        try:
-            ledger.file.read(data, slot.offset_bytes + chunk.start)
-        except OSError as read_error:
-            error = read_error
-        end_s = ledger.traffic.clock()
-        with ledger.lock:
-            self._end(transfer, chunk, end_s, error)
-        if error is None and self._checksum:
-            error = checksum_error(chunk, data[: chunk.length])
+        error = self._load(transfer, chunk, data)
         if error is not None:
             with ledger.lock:
                 fill.fail(error)
@@ -346,6 +423,44 @@ class ThreadLane(Lane):
             ledger.counters.bytes_read += chunk.length
             self._trace("read", chunk, began_ns)
             self._issued(fill, chunk, buffer, mark)
+
+    def _read_ahead(self, transfer: Transfer, chunk: Chunk, buffer: StagingBuffer) -> None:
+        ledger = self._ledger
+        began_ns = time.perf_counter_ns()
+        error = self._load(transfer, chunk, buffer.view[: round_up(chunk.length)])
+        with ledger.lock:
+            self._trace("read ahead", chunk, began_ns, error)
+            self._arriving_count -= 1
+            chunk.arriving = False
+            if error is None:
+                ledger.counters.bytes_read += chunk.length
+                ledger.counters.read_ahead_bytes += chunk.length
+            if error is None and not chunk.entry.unneeded_on_disk:
+                chunk.staging = buffer
+                self._tier.add_ahead(chunk)
+            else:
+                self.pool.drop_user(buffer)
+            self._reads.extendleft((fill, chunk) for fill in chunk.waiting_fills)
+            self._work.notify(1 + len(chunk.waiting_fills))
+            chunk.waiting_fills.clear()
+            ledger.settle(chunk.entry, chunk.length)
+            self._trace_levels()
+
+    def _load(self, transfer: Transfer, chunk: Chunk, data: memoryview) -> Exception | None:
+        """Read ``chunk`` into ``data``, whole blocks."""
+        ledger, slot = self._ledger, chunk.entry.slot
+        assert slot is not None
+        error = None
+        try:
+            ledger.file.read(data, slot.offset_bytes + chunk.start)
+        except OSError as read_error:
+            error = read_error
+        end_s = ledger.traffic.clock()
+        with ledger.lock:
+            self._end(transfer, chunk, end_s, error)
+        if error is None and self._checksum:
+            return checksum_error(chunk, data[: chunk.length])
+        return error
 
     def _forward(self, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer, copied: Mark) -> None:
         began_ns = time.perf_counter_ns()

@@ -7,14 +7,22 @@ import contextlib
 import ctypes
 import errno
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ssdtrain_fx.runtime.aio import WRITE, Aio, AioUnavailableError
 from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.lane import Lane
+from ssdtrain_fx.runtime.patience import Clock
+from ssdtrain_fx.runtime.spill_file import ChunkFile
+from ssdtrain_fx.runtime.staging import StagingPool
+from ssdtrain_fx.runtime.thread_lane import ThreadLane
 
 
 class MemoryFile:
@@ -168,9 +176,9 @@ def engine_on(file: MemoryFile, directory: str, **options: object) -> Iterator[E
             file.reads_may_go_on.set()
 
 
-def offload(engine: Engine, x: Tensor, name: str = "x") -> Tensor:
+def offload(engine: Engine, x: Tensor, name: str = "x", **hints: Any) -> Tensor:
     """Offload, release, and overwrite ``x`` as a compiler might."""
-    token = engine.offload(x, name)
+    token = engine.offload(x, name, **hints)
     token = engine.release(token, x)
     if x.numel():
         x.fill_(1)
@@ -270,3 +278,31 @@ class FakeCuda:
         self.device_is_fast = True
         for event in self.unfinished:
             event.finish()
+
+
+class StandInEngine(Engine):
+    """CPU tensors take the path of CUDA tensors, in chunks of 4096 bytes."""
+
+    def __init__(
+        self,
+        directory: str,
+        file: ChunkFile,
+        cuda: FakeCuda,
+        budget_bytes: int = 1 << 20,
+        *,
+        thread_count: int = 4,
+        chunk_bytes: int = 4096,
+        clock: Clock = time.perf_counter,
+        handles: Iterator[int] | None = None,
+        **options: Any,
+    ) -> None:
+        self.pool = StagingPool(budget_bytes, chunk_bytes)
+        self.fake_cuda = cuda
+        self.thread_count = thread_count
+        config = EngineConfig(ssd_dir=directory, **options)
+        super().__init__(config, open_file=lambda _: file, clock=clock, handles=handles)
+
+    def _make_lane(self, device_type: str) -> Lane:
+        mover = CudaMover(self.fake_cuda)
+        checksum = self.config.checksum
+        return ThreadLane(self._ledger, mover, self.pool, thread_count=self.thread_count, checksum=checksum)

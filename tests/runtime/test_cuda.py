@@ -7,28 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_fakes import FakeCuda, MemoryFile, fetch, offload
+from runtime_fakes import FakeCuda, MemoryFile, StandInEngine, fetch, offload
 
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.lane import Lane
-from ssdtrain_fx.runtime.staging import StagingPool
-from ssdtrain_fx.runtime.thread_lane import ThreadLane
-
-
-class StandInEngine(Engine):
-    """CPU tensors take the path of CUDA tensors."""
-
-    def __init__(self, directory: str, file: MemoryFile, cuda: FakeCuda, budget_bytes: int = 1 << 20) -> None:
-        self.pool = StagingPool(budget_bytes, 4096)
-        self.fake_cuda = cuda
-        super().__init__(EngineConfig(ssd_dir=directory), open_file=lambda _: file)
-
-    def _make_lane(self, device_type: str) -> Lane:
-        mover = CudaMover(self.fake_cuda)
-        return ThreadLane(self._ledger, mover, self.pool, thread_count=4, checksum=False)
 
 
 @pytest.fixture

@@ -1,14 +1,17 @@
-"""A step on a disk that is slower than the plan thinks, against the step that keeps everything in memory.
+"""Do predicted slowdowns come true, and what does a step cost on a disk that is slower than the plan thinks?
 
     python benchmarks/slow_disk.py --model gpt2 --layers 12 --hidden 384 --batch 8 --sequence 512 --slower 10
 
-The plan is made for this machine as it is. Then every read and write of the spill file is held up until the disk is as
-many times slower. Variants, one step each in turns, so that what else the machine does cancels out:
+A slow disk is made by holding up every read and write of the spill file. Variants, one step each in turns, so that what
+else the machine does cancels out:
 
     inductor            keeps everything
-    as planned          the disk as it is
-    slower              the slow disk; what would hold up the step stays in memory
-    slower, all moved   the slow disk; what was planned is moved, whatever it costs
+    as planned          the disk as it is, and a plan for it
+    slow as planned     the slow disk, and a plan for it
+    slower              the slow disk with the plan for the fast one; what would hold up the step stays in memory
+    slower, all moved   the same, but what was planned is moved, whatever it costs
+
+"predicted" is the slowdown that the plan promises, to be compared with the ratio. Both are relative to plain Inductor.
 
 A ratio is the median of the ratios within the rounds, the first ones not counted: they compile, and show the engine
 what the disk does. Exit code 1 if losses or gradients are not those of plain Inductor, to the bit.
@@ -31,8 +34,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from ssdtrain_fx import OffloadConfig, Statistics, backend, zoo
-from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx import OffloadConfig, Statistics, backend, explain, zoo
+from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.probe import load_hardware
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.config import EngineConfig
@@ -76,6 +79,8 @@ class Variant:
     name: str
     config: OffloadConfig | None = None
     """None: plain Inductor."""
+    planned: bool = False
+    """The plan is for the disk that it runs on."""
     slow: bool = False
     admission: bool = True
 
@@ -87,6 +92,8 @@ class Runner:
     variant: Variant
     model: nn.Module
     compiled: Callable[..., Tensor]
+    predicted: float | None
+    """Step time relative to plain Inductor, by the plan; None where the plan was made for another disk."""
     step_s: list[float] = dataclasses.field(default_factory=list[float])
     done: Statistics = dataclasses.field(default_factory=Statistics)
     """Of the last step."""
@@ -104,19 +111,36 @@ class Runner:
         return [loss.detach(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
 
 
-def variants_of(max_slowdown: float, hardware: Hardware, ssd_dir: str) -> list[Variant]:
+def on_slow_disk(hardware: Hardware, slower: float) -> Hardware:
+    """``hardware`` with a disk that is as many times slower."""
+
+    def slow(channel: Channel) -> Channel:
+        return dataclasses.replace(channel, bytes_per_s=channel.bytes_per_s / slower)
+
+    return dataclasses.replace(hardware, write=slow(hardware.write), read=slow(hardware.read), share_when_both=0.5)
+
+
+def variants_of(max_slowdown: float, hardware: Hardware, slower: float, ssd_dir: str) -> list[Variant]:
     """Engines are told apart by their configuration, so the limits differ by a hair."""
-    names = ("as planned", "slower", "slower, all moved")
+    names = ("as planned", "slow as planned", "slower", "slower, all moved")
     configs = [
-        OffloadConfig(max_slowdown=max_slowdown + 1e-9 * number, hardware=hardware, ssd_dir=ssd_dir)
-        for number in range(len(names))
+        OffloadConfig(max_slowdown=max_slowdown + 1e-9 * number, hardware=planned_for, ssd_dir=ssd_dir)
+        for number, planned_for in enumerate((hardware, on_slow_disk(hardware, slower), hardware, hardware))
     ]
     return [
         Variant(name="inductor"),
-        Variant(name=names[0], config=configs[0]),
-        Variant(name=names[1], config=configs[1], slow=True),
-        Variant(name=names[2], config=configs[2], slow=True, admission=False),
+        Variant(name=names[0], config=configs[0], planned=True),
+        Variant(name=names[1], config=configs[1], planned=True, slow=True),
+        Variant(name=names[2], config=configs[2], slow=True),
+        Variant(name=names[3], config=configs[3], slow=True, admission=False),
     ]
+
+
+def predict(variant: Variant, model: nn.Module, batch: Sequence[Tensor]) -> float | None:
+    if variant.config is None or not variant.planned:
+        return None
+    plans = [graph.plan for graph in explain(model, *batch, config=variant.config).graphs]
+    return 1 + sum(plan.exposed_s for plan in plans) / sum(plan.step_s for plan in plans)
 
 
 def slow_engines(variants: Sequence[Variant], hardware: Hardware, slower: float) -> Engines:
@@ -137,7 +161,7 @@ def slow_engines(variants: Sequence[Variant], hardware: Hardware, slower: float)
 def render_table(runners: Sequence[Runner], title: str) -> Table:
     base = runners[0].step_s[WARM_UP_ROUNDS:]
     table = Table(title=title)
-    for column in ("", "step (median)", "ratio", "moved", "stayed", "stalls, last step"):
+    for column in ("", "step (median)", "ratio", "predicted", "moved", "stayed", "stalls, last step"):
         table.add_column(column, justify="left" if not column else "right")
     for runner in runners:
         step_s = runner.step_s[WARM_UP_ROUNDS:]
@@ -145,6 +169,7 @@ def render_table(runners: Sequence[Runner], title: str) -> Table:
             runner.variant.name,
             f"{1e3 * statistics.median(step_s):,.0f} ms",
             f"{statistics.median(one / other for one, other in zip(step_s, base, strict=True)):.3f}",
+            "-" if runner.predicted is None else f"{runner.predicted:.3f}",
             format_bytes(runner.done.bytes_written),
             format_bytes(runner.done.kept_for_time_bytes),
             f"{1e3 * runner.done.stall_s:,.0f} ms",
@@ -182,14 +207,15 @@ def main(arguments: list[str]) -> int:
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     model, make_batch = zoo.build(chosen.model, **sizes)
-    variants = variants_of(chosen.max_slowdown, hardware, directory)
+    variants = variants_of(chosen.max_slowdown, hardware, chosen.slower, directory)
     ops._engines = slow_engines(variants, hardware, chosen.slower)
+    generator = torch.Generator().manual_seed(1)
     runners: list[Runner] = []
     for variant in variants:
         own = copy.deepcopy(model)
+        predicted = predict(variant, own, make_batch(generator))
         compiler: Any = "inductor" if variant.config is None else backend(variant.config)
-        runners.append(Runner(variant, own, torch.compile(own, backend=compiler)))
-    generator = torch.Generator().manual_seed(1)
+        runners.append(Runner(variant, own, torch.compile(own, backend=compiler), predicted))
     console = Console()
     same = True
     for round_number in range(chosen.rounds):

@@ -23,7 +23,9 @@ from ssdtrain_fx.cli import app
 from ssdtrain_fx.clocks import CpuClock, CudaClock, clock_of
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Channel, Hardware
-from ssdtrain_fx.probe import fit_channel, load_hardware, measure_hardware, share_of
+from ssdtrain_fx.probe import load_hardware, measure_hardware
+from ssdtrain_fx.probe_hardware import device_name
+from ssdtrain_fx.probe_transfers import fit_channel, share_of
 from ssdtrain_fx.profile_store import profile_directory, profile_key, profile_path, store_profile
 from ssdtrain_fx.reference_rates import run_fio
 
@@ -40,7 +42,7 @@ class Measurements:
         self.ssd_dir: probe.SsdDir = None
 
     def __call__(
-        self, device: str, ssd_dir: probe.SsdDir, *, quick: bool = False, on_step: probe.OnStep = probe._ignore
+        self, device: str, ssd_dir: probe.SsdDir, *, quick: bool = False, on_step: probe.OnStep = probe.ignore
     ) -> Hardware:
         self.count += 1
         self.quick = quick
@@ -331,13 +333,13 @@ def test_a_gpu_is_timed_by_its_own_clock() -> None:
 
 
 def test_devices_and_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probe._device_name("cpu") == "cpu"
-    assert probe._device_name("cuda:1", FakeCuda()) == "Fake cuda:1"
+    assert device_name("cpu") == "cpu"
+    assert device_name("cuda:1", FakeCuda()) == "Fake cuda:1"
     with pytest.raises(ConfigError, match="offloads tensors on cpu and cuda devices; got 'meta'"):
-        probe._device_name("meta")
+        device_name("meta")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="The device is 'cuda', but torch sees no CUDA device"):
-        probe._device_name("cuda", torch.cuda)
+        device_name("cuda", torch.cuda)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,8 @@ from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, progress_columns
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.measure import choose_device
-from ssdtrain_fx.probe import MOST_BYTES_PER_S, probe_and_store
+from ssdtrain_fx.probe import probe_and_store
+from ssdtrain_fx.probe_transfers import MOST_BYTES_PER_S
 from ssdtrain_fx.reference_rates import ReferenceRates, run_fio
 from ssdtrain_fx.units import format_bytes
 

@@ -1,0 +1,256 @@
+"""Rates of the SSD, and what transfers cost the thread that computes.
+
+They are measured through a real ``Engine``, because the rate that counts is the one the engine reaches. A transfer
+counts with the median of many, since a drive has good and bad moments of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx.hardware import Channel
+from ssdtrain_fx.probe_effort import Effort
+from ssdtrain_fx.runtime.engine import Engine
+
+MOST_BYTES_PER_S = 1e13
+"""A rate that makes a copy free of charge."""
+
+
+class Traffic:
+    """Sets of transfers through one engine, as the ops of a training step call it."""
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        self.engine = engine
+        self.device = device
+
+    def tensors(self, size_bytes: int, count: int) -> list[Tensor]:
+        """Random bytes: some drives compress."""
+        x = torch.empty(size_bytes // 8, dtype=torch.int64, device=self.device).random_()
+        return [x.clone() for _ in range(count)]
+
+    def write_s(self, size_bytes: int, count: int) -> float:
+        """Until all bytes are in the file."""
+        tensors = self.tensors(size_bytes, count)
+        self.settle()
+        start_s = time.perf_counter()
+        tokens = self.offload(tensors)
+        self.engine.wait_until_idle()
+        seconds = time.perf_counter() - start_s
+        del tokens
+        return seconds
+
+    def read_s(self, size_bytes: int, count: int) -> float:
+        """Until all bytes are back."""
+        tensors = self.tensors(size_bytes, count)
+        like = tensors[0]
+        tokens = self.offload(tensors)
+        tensors.clear()
+        self.settle()
+        start_s = time.perf_counter()
+        self.wait(self.reload(tokens, like), tokens)
+        self.settle()
+        return time.perf_counter() - start_s
+
+    def both_s(self, size_bytes: int, writes: int, reads: int) -> float:
+        """Until ``writes`` tensors have gone and ``reads`` others have come, begun together."""
+        arriving = self.tensors(size_bytes, reads)
+        like = arriving[0]
+        tokens = self.offload(arriving)
+        arriving.clear()
+        leaving = self.tensors(size_bytes, writes)
+        self.settle()
+        start_s = time.perf_counter()
+        reloaded = self.reload(tokens, like)
+        left = self.offload(leaving)
+        self.wait(reloaded, tokens)
+        self.settle()
+        seconds = time.perf_counter() - start_s
+        del left
+        return seconds
+
+    def offload_calls_s(self, size_bytes: int) -> float:
+        """Of one offload and its release, on the calling thread, when nothing has to be waited for."""
+        (x,) = self.tensors(size_bytes, 1)
+        self.settle()
+        start_s = time.perf_counter()
+        token = self.engine.offload(x, "probe")
+        offload_s = time.perf_counter() - start_s
+        self.settle()
+        start_s = time.perf_counter()
+        token = self.engine.release(token, x)
+        release_s = time.perf_counter() - start_s
+        self.settle()
+        return offload_s + release_s
+
+    def reload_calls_s(self, size_bytes: int) -> float:
+        """Of one reload and its wait, on the calling thread, when nothing has to be waited for."""
+        (x,) = self.tensors(size_bytes, 1)
+        tokens = self.offload([x])
+        self.settle()
+        start_s = time.perf_counter()
+        reloaded = self.reload(tokens, x)
+        reload_s = time.perf_counter() - start_s
+        self.settle()
+        start_s = time.perf_counter()
+        self.wait(reloaded, tokens)
+        return reload_s + time.perf_counter() - start_s
+
+    def offload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self.engine.release(self.engine.offload(x, "probe"), x) for x in tensors]
+
+    def reload(self, tokens: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        return [self.engine.reload(token, like.size(), like.stride(), like.dtype, like.device) for token in tokens]
+
+    def wait(self, reloaded: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
+        for y, token in zip(reloaded, tokens, strict=True):
+            self.engine.wait(y, token)
+
+    def settle(self) -> None:
+        """Nothing is in flight, and the device has nothing to do."""
+        self.engine.wait_until_idle()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def fit_channel(small: tuple[int, float], large: tuple[int, float]) -> Channel:
+    """The line through two measurements (bytes, seconds); through the origin where noise would give nonsense."""
+    (small_bytes, small_s), (large_bytes, large_s) = small, large
+    if large_s > small_s:
+        bytes_per_s = (large_bytes - small_bytes) / (large_s - small_s)
+        latency_s = small_s - small_bytes / bytes_per_s
+        if latency_s >= 0:
+            return Channel(bytes_per_s=bytes_per_s, latency_s=latency_s)
+    return Channel(bytes_per_s=large_bytes / large_s)
+
+
+def channel_of(measure: Callable[[int, int], float], effort: Effort) -> Channel:
+    """Time of one transfer of many, for two sizes. Runs of both sizes alternate: a busy moment hits both."""
+    small_s: list[float] = []
+    large_s: list[float] = []
+    for _ in range(effort.transfer_repeats):
+        small_s.append(measure(effort.small_bytes, effort.small_count) / effort.small_count)
+        large_s.append(measure(effort.large_bytes, effort.large_count) / effort.large_count)
+    small = (effort.small_bytes, statistics.median(small_s))
+    return fit_channel(small, (effort.large_bytes, statistics.median(large_s)))
+
+
+def share_when_both_of(traffic: Traffic, effort: Effort) -> float:
+    shares: list[float] = []
+    size, count = effort.large_bytes, effort.large_count
+    for _ in range(effort.transfer_repeats):
+        write_s, read_s = traffic.write_s(size, count), traffic.read_s(size, count)
+        shares.append(share_of(write_s, read_s, traffic.both_s(size, count, count)))
+    return statistics.median(shares)
+
+
+def share_of(one_s: float, other_s: float, both_s: float) -> float:
+    """Share of its rate that each keeps, when they take ``one_s`` and ``other_s`` alone and ``both_s`` begun together.
+
+    The shorter one takes ``short / share`` beside the longer one, which then runs its remainder alone.
+    """
+    short_s, long_s = sorted((one_s, other_s))
+    overlap_s = both_s - (long_s - short_s)
+    return min(1.0, max(0.1, short_s / overlap_s)) if overlap_s > 0 else 1.0
+
+
+def compute_thread_channels(traffic: Traffic, effort: Effort, write: Channel, read: Channel) -> tuple[Channel, Channel]:
+    """Compute-stream time of leaving and of coming back, by size, stalls not included."""
+    small, large = 64 << 10, effort.large_bytes
+    times: dict[tuple[str, int], list[float]] = {}
+    beside = _BesideCompute(traffic) if traffic.device.type == "cpu" else None
+    for _ in range(effort.kernel_repeats):
+        for size in (small, large):
+            if beside is not None:
+                beside.measure(size, write, read)
+            else:
+                times.setdefault(("out", size), []).append(traffic.offload_calls_s(size))
+                times.setdefault(("in", size), []).append(traffic.reload_calls_s(size))
+    if beside is not None:
+        times = {key: [beside.cost_s(*key)] for key in itertools.product(("out", "in"), (small, large))}
+
+    def fit(direction: str) -> Channel:
+        small_s, large_s = (min(times[direction, size]) for size in (small, large))
+        if large_s - small_s < large / MOST_BYTES_PER_S:  # no more than noise: what it takes does not grow with size
+            return Channel(bytes_per_s=MOST_BYTES_PER_S, latency_s=small_s)
+        return fit_channel((small, small_s), (large, large_s))
+
+    return fit("out"), fit("in")
+
+
+class _BesideCompute:
+    """What transfers of CPU tensors cost the processor that computes, whichever thread does them.
+
+    Matrix products on all of torch's threads run with and without one transfer beside them, in turns. The difference of
+    the shortest runs holds the ops themselves, the copies, the work of the kernel, and what the I/O threads disturb.
+    """
+
+    COUNT = 4
+    """Transfers of one measurement."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._a = torch.randn(512, 512)
+        self._b = torch.empty(512, 512)
+        self._compute(20)
+        start_s = time.perf_counter()
+        self._compute(20)
+        self._product_s = (time.perf_counter() - start_s) / 20
+        self._runs_s: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        """With transfers, and without."""
+
+    def measure(self, size_bytes: int, write: Channel, read: Channel) -> None:
+        """One run each of transfers out and in."""
+        self._runs_s.setdefault(("out", size_bytes), []).append(self._offload(size_bytes, write))
+        self._runs_s.setdefault(("in", size_bytes), []).append(self._reload(size_bytes, read))
+
+    def cost_s(self, direction: str, size_bytes: int) -> float:
+        """Seconds of compute that one transfer takes."""
+        busy_s, alone_s = (min(runs) for runs in zip(*self._runs_s[direction, size_bytes], strict=True))
+        return max(0.0, busy_s - alone_s) / self.COUNT
+
+    def _offload(self, size_bytes: int, write: Channel) -> tuple[float, float]:
+        tensors = self._traffic.tensors(size_bytes, self.COUNT)
+        self._traffic.settle()
+        products = self._products(size_bytes, write)
+        alone_s = self._alone_s(products)
+        tokens: list[Tensor] = []
+        start_s = time.perf_counter()
+        for x in tensors:
+            token = self._traffic.engine.offload(x, "probe")
+            self._compute(products)
+            tokens.append(self._traffic.engine.release(token, x))
+        return time.perf_counter() - start_s, alone_s
+
+    def _reload(self, size_bytes: int, read: Channel) -> tuple[float, float]:
+        tensors = self._traffic.tensors(size_bytes, self.COUNT)
+        like = tensors[0]
+        tokens = self._traffic.offload(tensors)
+        tensors.clear()
+        self._traffic.settle()
+        products = self._products(size_bytes, read)
+        alone_s = self._alone_s(products)
+        start_s = time.perf_counter()
+        for token in tokens:
+            reloaded = self._traffic.reload([token], like)
+            self._compute(products)
+            self._traffic.wait(reloaded, [token])
+        return time.perf_counter() - start_s, alone_s
+
+    def _products(self, size_bytes: int, channel: Channel) -> int:
+        """Enough to hide one transfer."""
+        return 1 + round(2 * channel.transfer_s(size_bytes) / self._product_s)
+
+    def _alone_s(self, products: int) -> float:
+        start_s = time.perf_counter()
+        self._compute(products * self.COUNT)
+        return time.perf_counter() - start_s
+
+    def _compute(self, products: int) -> None:
+        for _ in range(products):
+            torch.mm(self._a, self._a, out=self._b)

@@ -107,7 +107,9 @@ class CudaMover:
         streams = self._streams.get(device)
         if streams is None:
             with self._lock:
-                streams = self._streams.setdefault(device, _SideStreams(self._cuda, device))
+                streams = self._streams.get(device)  # another thread may have been first
+                if streams is None:
+                    streams = self._streams[device] = _SideStreams(self._cuda, device)
         return streams
 
     def _pinned(self, buffer: StagingBuffer) -> Tensor:

@@ -1,4 +1,4 @@
-"""A disk that fails on schedule, for both kinds of lane.
+"""A disk that fails on schedule, for every kind of lane.
 
 ::
 
@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from runtime_fakes import no_aio
+from runtime_fakes import FakeCuda, StandInEngine, no_aio
 
 from ssdtrain_fx.runtime.aio import WRITE
 from ssdtrain_fx.runtime.config import EngineConfig
@@ -30,7 +30,7 @@ from ssdtrain_fx.runtime.spill_file import bytes_done
 
 CHUNK_BYTES = 4096
 
-LaneKind = Literal["aio", "threads"]
+LaneKind = Literal["aio", "threads", "cuda"]
 Operation = Literal["write", "read", "grow"]
 
 
@@ -95,6 +95,8 @@ class FaultyDisk:
         self.data = bytearray()
         self.capacity_bytes: int | None = None
         self.chunk_bytes = CHUNK_BYTES
+        self.cuda = FakeCuda()
+        """What stands for the device of the lane "cuda"."""
         self.counts: collections.Counter[Operation] = collections.Counter()
         self.struck: list[tuple[Operation, int]] = []
         """The operations that a fault met, with their offsets."""
@@ -183,9 +185,14 @@ class FaultyDisk:
                 yield engine
             finally:
                 self.let_go()
+                self.cuda.finish_all()
 
     def open_engine(self, lane: LaneKind, config: EngineConfig, handles: Iterator[int] | None = None) -> Engine:
         file = FaultyFile(self, direct=lane == "aio")
+        if lane == "cuda":
+            return StandInEngine(
+                config, file, self.cuda, chunk_bytes=self.chunk_bytes, clock=self.clock, handles=handles
+            )
         return Engine(
             config,
             handles=handles,

@@ -281,25 +281,22 @@ class FakeCuda:
 
 
 class StandInEngine(Engine):
-    """CPU tensors take the path of CUDA tensors, in chunks of 4096 bytes."""
+    """CPU tensors take the path of CUDA tensors."""
 
     def __init__(
         self,
-        directory: str,
+        config: EngineConfig,
         file: ChunkFile,
         cuda: FakeCuda,
-        budget_bytes: int = 1 << 20,
         *,
         thread_count: int = 4,
         chunk_bytes: int = 4096,
         clock: Clock = time.perf_counter,
         handles: Iterator[int] | None = None,
-        **options: Any,
     ) -> None:
-        self.pool = StagingPool(budget_bytes, chunk_bytes)
+        self.pool = StagingPool(config.host_budget_bytes or 256 * chunk_bytes, chunk_bytes)
         self.fake_cuda = cuda
         self.thread_count = thread_count
-        config = EngineConfig(ssd_dir=directory, **options)
         super().__init__(config, open_file=lambda _: file, clock=clock, handles=handles)
 
     def _make_lane(self, device_type: str) -> Lane:

@@ -26,7 +26,7 @@ def cuda() -> FakeCuda:
 
 @pytest.fixture
 def engine(tmp_path: Path, file: MemoryFile, cuda: FakeCuda) -> Iterator[StandInEngine]:
-    with StandInEngine(str(tmp_path), file, cuda) as engine:
+    with StandInEngine(EngineConfig(ssd_dir=str(tmp_path)), file, cuda) as engine:
         yield engine
         cuda.finish_all()
 
@@ -132,7 +132,7 @@ def test_a_forwarded_chunk_waits_for_the_copy_out(engine: StandInEngine, cuda: F
 
 
 def test_staging_smaller_than_the_tensor(tmp_path: Path, file: MemoryFile, cuda: FakeCuda) -> None:
-    with StandInEngine(str(tmp_path), file, cuda, budget_bytes=8192) as engine:
+    with StandInEngine(EngineConfig(ssd_dir=str(tmp_path), host_budget_bytes=8192), file, cuda) as engine:
         for _ in range(3):
             token = offload(engine, torch.arange(10 * 512))
             assert torch.equal(fetch(engine, token, torch.arange(10 * 512)), torch.arange(10 * 512))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError
 from ssdtrain_fx.runtime.admission import BALANCE_LIMIT_S
+from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.traffic import Direction
 
 ELEMENTS = 512
@@ -34,8 +35,11 @@ def cuda() -> FakeCuda:
 def start(tmp_path: Path, file: MemoryFile, cuda: FakeCuda, request: pytest.FixtureRequest) -> Open:
     """An engine with so many buffers. At the end nothing is left of what was handed to it."""
 
-    def start(buffers: int = 64, **options: Any) -> StandInEngine:
-        engine = StandInEngine(str(tmp_path), file, cuda, buffers * CHUNK_BYTES, **options)
+    def start(buffers: int = 64, max_stall_share: float | None = None, **options: Any) -> StandInEngine:
+        config = EngineConfig(
+            ssd_dir=str(tmp_path), host_budget_bytes=buffers * CHUNK_BYTES, max_stall_share=max_stall_share
+        )
+        engine = StandInEngine(config, file, cuda, **options)
 
         def finish() -> None:
             file.writes_may_go_on.set()

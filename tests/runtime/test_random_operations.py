@@ -15,7 +15,7 @@ import torch
 from faulty_disk import Effect, Fail, Fault, FaultyDisk, Flip, LaneKind, Late, Operation, Short
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, multiple, rule
 from runtime_fakes import fetch, offload
 from torch import Tensor
 
@@ -39,7 +39,7 @@ class Operations(RuleBasedStateMachine):
     lane: ClassVar[LaneKind]
     tensors: Bundle[int] = Bundle("tensors")
 
-    @initialize(buffers=st.sampled_from([2, 3, 8]))
+    @initialize(buffers=st.sampled_from([2, 3, 8, 32]))
     def open(self, buffers: int) -> None:
         self.resources = contextlib.ExitStack()
         self.disk = FaultyDisk()
@@ -54,14 +54,23 @@ class Operations(RuleBasedStateMachine):
         self.pending: list[Future[Any]] = []
         self.reload_count = self.offloaded_bytes = self.reloaded_bytes = self.lost_count = 0
         self.all_were_waited_for = True
+        self.are_linked = False
 
-    @rule(target=tensors, thread=threads, elements=st.sampled_from([0, 1, 512, 1024, 1100, 3000]))
-    def offload(self, thread: int, elements: int) -> int:
-        key = len(self.values)
-        value = self.values[key] = torch.arange(elements) + 10_000 * key
-        self.offloaded_bytes += value.nbytes
-        self.tokens[key] = self.workers[thread].submit(offload, self.engine, value.clone(), f"tensor_{key}")
-        return key
+    @rule(
+        target=tensors,
+        thread=threads,
+        elements=st.sampled_from([0, 1, 512, 1024, 1100, 3000]),
+        host=st.booleans(),
+        order=st.none() | st.integers(0, 5),
+        link=st.sampled_from(["", "", "", "first", "second"]),
+    )
+    def offload(self, thread: int, elements: int, host: bool, order: int | None, link: str) -> int:
+        return self._offload(thread, elements, host, order, link)
+
+    @rule(target=tensors, thread=threads, orders=st.permutations(range(4)), host=st.sampled_from([[], [0], [1, 2]]))
+    def forward(self, thread: int, orders: list[int], host: list[int]) -> Any:
+        """A run of a graph, which can be read ahead once it is on disk."""
+        return multiple(*(self._offload(thread, 1100, order in host, order, "") for order in orders))
 
     @rule(thread=threads, key=tensors)
     def reload(self, thread: int, key: int) -> None:
@@ -83,6 +92,11 @@ class Operations(RuleBasedStateMachine):
     def drop(self, key: int) -> None:
         del self.tokens[key]
 
+    @rule()
+    def slow_device_down(self) -> None:
+        """Nothing that it is told is over before the next ``settle``."""
+        self.disk.cuda.device_is_fast = False
+
     @rule(operation=st.sampled_from(["write", "read"]), ahead=st.integers(0, 3), effect=effects | damage)
     def break_transfer(self, operation: Operation, ahead: int, effect: Effect) -> None:
         self.disk.faults.append(Fault(operation, self.disk.counts[operation] + ahead, effect))
@@ -93,6 +107,7 @@ class Operations(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
+        self.disk.cuda.finish_all()
         for future in (*self.tokens.values(), *self.pending):
             future.result()
         self.lost_count += sum(future.result() is False for future in self.pending)
@@ -118,6 +133,15 @@ class Operations(RuleBasedStateMachine):
             for lane in self.engine._lanes.values():
                 assert lane.pool.available == lane.pool.buffer_limit
 
+    def _offload(self, thread: int, elements: int, host: bool, order: int | None, link: str) -> int:
+        key = len(self.values)
+        value = self.values[key] = torch.arange(elements) + 10_000 * key
+        self.offloaded_bytes += value.nbytes
+        self.are_linked |= bool(link)
+        hints = {"host": host, "reload_order": order, "link": link}
+        self.tokens[key] = self.workers[thread].submit(offload, self.engine, value.clone(), f"tensor_{key}", **hints)
+        return key
+
     def _check_data(self) -> None:
         for key, token in self.tokens.items():
             assert torch.equal(fetch(self.engine, token.result(), self.values[key]), self.values[key])
@@ -141,11 +165,14 @@ class Operations(RuleBasedStateMachine):
         assert statistics.in_flight_bytes == 0
         assert statistics.slots_in_use == sum(self.values[key].nbytes > 0 for key in self.tokens)
         out_bytes = statistics.bytes_written + statistics.kept_bytes + statistics.cancelled_bytes
-        assert out_bytes == self.offloaded_bytes
-        back_bytes = statistics.bytes_read + statistics.forwarded_bytes
-        assert back_bytes <= self.reloaded_bytes
+        host_bytes = statistics.host_bytes - statistics.demoted_bytes
+        assert host_bytes >= 0
+        assert out_bytes + host_bytes == self.offloaded_bytes
+        back_bytes = statistics.bytes_read - statistics.read_ahead_bytes + statistics.forwarded_bytes
+        if not self.are_linked:  # else what comes after a tensor in the chain comes with it, asked for or not
+            assert back_bytes <= self.reloaded_bytes
         if not self.lost_count and self.all_were_waited_for:
-            assert back_bytes == self.reloaded_bytes
+            assert back_bytes >= self.reloaded_bytes
         if not struck:
             assert self.lost_count == statistics.kept_bytes == 0
 
@@ -158,9 +185,17 @@ class OperationsByThreads(Operations):
     lane = "threads"
 
 
+class OperationsByCuda(Operations):
+    """With a host tier, on a stand-in for the device."""
+
+    lane = "cuda"
+
+
 many = settings(max_examples=500, stateful_step_count=20, deadline=None)
 
 TestByAio = OperationsByAio.TestCase
 TestByAio.settings = many
 TestByThreads = OperationsByThreads.TestCase
 TestByThreads.settings = many
+TestByCuda = OperationsByCuda.TestCase
+TestByCuda.settings = many

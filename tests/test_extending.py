@@ -134,6 +134,25 @@ def test_an_illegal_position_is_refused(changes: dict[str, Any], message: str) -
 
 
 @pytest.mark.parametrize(
+    ("tier", "host_bytes", "message"),
+    [
+        ("host", 0, "there is no host tier here, only on a GPU"),
+        ("host", 255, "the host tier holds 255 bytes at most, and with it 1 too many"),
+        ("tape", 512, "tier is expected to be 'ssd' or 'host'"),
+    ],
+)
+def test_an_illegal_tier_is_refused(tier: str, host_bytes: int, message: str) -> None:
+    with pytest.raises(PolicyError, match=rf"decides Placement\(.*\) for storage 'exp': {message}"):
+        analyse(three_layers()).plan(policy=with_change("exp", tier=tier), host_bytes=host_bytes)
+
+
+def test_a_policy_may_leave_a_storage_in_the_host_tier() -> None:
+    plan = analyse(three_layers()).plan(policy=with_change("exp", tier="host"), host_bytes=256)
+    assert [storage.name for storage in plan.on_host] == ["exp"]
+    assert (plan.host_peak_bytes, plan.written_bytes) == (256, 0)
+
+
+@pytest.mark.parametrize(
     ("decisions", "message"),
     [
         ({"nothing": Keep("")}, "for storage 'nothing': no storage of this name is saved; saved are .*exp, tanh"),

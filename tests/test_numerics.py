@@ -71,6 +71,23 @@ def test_inductor_with_the_auto_policy(name: str) -> None:
     check(name, policy="auto")
 
 
+ON_A_GPU = dataclasses.replace(FAST_DISK, device="toy GPU", staging_bytes=16 << 20)
+"""As if the tensors were on a GPU, with a host tier of seven pieces. The engine of the CPU writes them all the same."""
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+def test_plans_with_a_host_tier(inner: Inner) -> None:
+    model, batches = small_model("gpt2", dropout=0.1)
+    config = OffloadConfig(inner=inner, policy="all", min_tensor_bytes=0, hardware=ON_A_GPU)
+    (graph,) = explain(model, *batches[0], config=config).graphs
+    assert 0 < len(graph.plan.on_host) < len(graph.plan.offloaded)
+    assert "host = True, reload_order = 0" in graph.diff()
+    expected = train(model, batches, inner)
+    done = counted(lambda: assert_same_bits(train(model, batches, backend(config)), expected))
+    assert done.offloads == len(batches) * len(graph.plan.offloaded)
+
+
 COPIES_ARE_SLOW = dataclasses.replace(FAST_DISK, copies_block_compute=True, copy_out=Channel(bytes_per_s=1e6))
 """Any kernel is faster than moving what it makes."""
 

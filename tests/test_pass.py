@@ -80,6 +80,28 @@ def test_a_rewritten_graph_can_be_saved_and_is_verified(graph: Path, profile: Pa
     assert run("verify_offloads", after).exit_code == 0
 
 
+def test_the_host_tier_is_shown_saved_and_verified(
+    graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU with staging for 16 pieces, of which 14 may stay: all that the toy saves."""
+    monkeypatch.setenv("COLUMNS", "300")
+    gpu = tmp_path / "gpu.json"
+    gpu.write_text(toy_hardware(1e9, kernel_s=1e-3, device="toy GPU", staging_bytes=32 << 20).to_json())
+    after = tmp_path / "after.json"
+    options = ("--option", f"hardware={gpu}", "--option", "min_tensor_bytes=64", "--option", "policy=all")
+    done = run("insert_offloads", graph, *options, "--save-graph", after)
+    assert done.exit_code == 0, done.output
+    assert "offload to host" in done.stdout
+    offloads = calls(from_json(after.read_text()).graph, OFFLOAD)
+    assert len(offloads) >= 5
+    assert all(offload.kwargs["host"] for offload in offloads)
+    assert [offload.kwargs["reload_order"] for offload in offloads] == list(reversed(range(len(offloads))))
+    assert run("verify_offloads", after, *options).exit_code == 0
+    refused = run("verify_offloads", after, *options, "--option", "host_budget_bytes=4194304")
+    assert refused.exit_code == 1
+    assert "the host tier would hold" in refused.output
+
+
 def test_a_graph_that_breaks_an_invariant_is_exit_code_1(graph: Path, profile: Path, tmp_path: Path) -> None:
     """Backward reads what was released."""
     after = tmp_path / "after.json"

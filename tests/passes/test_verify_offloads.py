@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
+from ssdtrain_fx.passes.transfer_problem import HostTier
 from ssdtrain_fx.passes.verify_offloads import verify_offloads
 from ssdtrain_fx.testing import TOYS, analyse, calls, capture_step, capture_toy, named
 
@@ -317,3 +318,60 @@ def test_a_graph_that_is_not_even_in_order() -> None:
     offload.prepend(release)
     with pytest.raises(RuntimeError, match="used before it has been defined"):
         verify_offloads(joint)
+
+
+# The host tier
+
+
+def good_with_host() -> ScheduledJointGraph:
+    """As :func:`good`, the last two of three storages in the host tier."""
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = x.exp().tanh().exp()
+        logits = hidden.sin()
+        return logits.sum(), logits
+
+    analysis = analyse(capture_step(function, torch.randn(8, 8, requires_grad=True)))
+    joint = analysis.rewrite(analysis.plan(disk=256, host_bytes=512))
+    assert [node.kwargs for node in find(joint.graph, OFFLOAD)] == [
+        {"reload_order": 2},
+        {"host": True, "reload_order": 1},
+        {"host": True, "reload_order": 0},
+    ]
+    return joint
+
+
+def assert_refused(joint: ScheduledJointGraph, offload: fx.Node, message: str, host: HostTier | None) -> None:
+    with pytest.raises(InternalError, match=rf"^{offload.name}: {re.escape(message)}\."):
+        verify_offloads(joint, host=host)
+
+
+def test_the_host_tier_is_kept_by_the_bytes_of_the_graph() -> None:
+    joint = good_with_host()
+    last = find(joint.graph, OFFLOAD)[-1]
+    verify_offloads(joint, host=HostTier(budget_bytes=512))
+    assert_refused(joint, last, "the host tier would hold 512 bytes; its budget is 511", HostTier(budget_bytes=511))
+    chunked = HostTier(budget_bytes=599, chunk_bytes=300)
+    assert_refused(joint, last, "the host tier would hold 600 bytes; its budget is 599", chunked)
+
+
+def test_a_device_without_a_host_tier() -> None:
+    joint = good_with_host()
+    first = find(joint.graph, OFFLOAD)[1]
+    assert_refused(joint, first, "an offload to the host tier, which this device does not have", None)
+
+
+@pytest.mark.parametrize(
+    ("turn", "orders"), [(2, (3, 1, 0)), (1, (1, 2, 0)), (0, (2, 1, None)), (1, (2, 2, 0)), (0, (3, 2, 1))]
+)
+def test_a_reload_has_another_turn_than_said(turn: int, orders: tuple[int | None, ...]) -> None:
+    """The message names the first one in backward that is wrong."""
+    joint = good_with_host()
+    offloads = find(joint.graph, OFFLOAD)
+    for offload, order in zip(offloads, orders, strict=True):
+        offload.kwargs = {name: value for name, value in offload.kwargs.items() if name != "reload_order"}
+        if order is not None:
+            offload.update_kwarg("reload_order", order)
+    wrong = offloads[2 - turn]
+    message = f"is reloaded as number {turn} of 3, counted from 0"
+    assert_refused(joint, wrong, message, HostTier(budget_bytes=512))

@@ -47,7 +47,7 @@ from ssdtrain_fx.runtime.statistics import Statistics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LANES: list[LaneKind] = ["aio", "threads"]
+LANES: list[LaneKind] = ["aio", "threads", "cuda"]
 DISK_ERRORS = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ENODEV, errno.ESTALE]
 WIDTH = 40
 TENSOR_BYTES = WIDTH * WIDTH * 4  # 6400: two chunks
@@ -295,6 +295,100 @@ def test_a_read_that_moves_nothing(start: Callable[..., Step], lane: LaneKind, n
     disk = FaultyDisk(Fault("read", number, Short(0)))
     step = start(disk, lane)
     check_lost(step, disk, "[Errno 5] short read: 0 of 4096 bytes at offset ")
+    step.run()
+    step.check_nothing_is_left()
+
+
+# -- the host tier and what is read ahead ------------------------------------------------------------------------------
+
+
+def hint(step: Step, *, host: bool) -> None:
+    """What a plan would say: what forward has offloaded last comes back first."""
+    orders = itertools.count(1000, -1)
+    engine_offload = step.engine.offload
+
+    def offload(x: Tensor, name: str, **plan: Any) -> Tensor:
+        return engine_offload(x, name, **{**plan, "host": host, "reload_order": next(orders)})
+
+    step.engine.offload = offload  # type: ignore[method-assign]
+
+
+@by_error
+@pytest.mark.parametrize("number", range(CHUNKS - 2))
+def test_a_failed_write_of_what_has_to_leave_the_host_tier(
+    start: Callable[..., Step], number: int, error: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Room for two chunks: all others go to the file after all."""
+    step = start(FaultyDisk(Fault("write", number, Fail(error))), "cuda", host_budget_bytes=3 * CHUNK_BYTES)
+    hint(step, host=True)
+    step.run()
+    statistics = step.settled()
+    assert statistics.host_bytes == TENSORS * TENSOR_BYTES
+    assert statistics.demoted_bytes == statistics.bytes_written + statistics.kept_bytes
+    assert statistics.kept == 1
+    step.check_nothing_is_left()
+    (warning,) = warnings_in(caplog)
+    assert os.strerror(error) in warning
+
+
+@by_error
+def test_a_disk_that_takes_nothing_and_a_host_tier_that_is_too_small(start: Callable[..., Step], error: int) -> None:
+    disk = FaultyDisk(Fault("write", None, Fail(error)))
+    step = start(disk, "cuda", host_budget_bytes=1)
+    hint(step, host=True)
+    step.run()
+    assert disk.counts["read"] == 0
+    step.check_nothing_is_left()
+
+
+def test_a_host_tier_with_room_needs_no_disk(start: Callable[..., Step]) -> None:
+    disk = FaultyDisk(Fault("write", None, Fail(errno.EIO)), Fault("read", None, Fail(errno.EIO)))
+    step = start(disk, "cuda")
+    hint(step, host=True)
+    step.run()
+    assert not disk.counts
+    step.check_nothing_is_left()
+
+
+@by_error
+def test_a_failed_read_of_what_had_to_leave_the_host_tier(start: Callable[..., Step], error: int) -> None:
+    disk = FaultyDisk(Fault("read", 0, Fail(error)))
+    step = start(disk, "cuda", host_budget_bytes=3 * CHUNK_BYTES)
+    hint(step, host=True)
+    check_lost(step, disk, f"[Errno {error}] {os.strerror(error)}")
+    step.run()
+    step.check_nothing_is_left()
+
+
+@by_error
+@pytest.mark.parametrize("number", range(CHUNKS))
+def test_a_failed_read_ahead(start: Callable[..., Step], number: int, error: int) -> None:
+    """Backward asks for the chunk again, or had asked for it: right gradients, or an error."""
+    disk = FaultyDisk(Fault("read", number, Fail(error)))
+    step = start(disk, "cuda")
+    hint(step, host=False)
+    message = ""
+    try:
+        step.forward_to_disk().backward()
+    except ActivationLostError as lost:
+        message = str(lost)
+    if message:
+        assert os.strerror(error) in message
+        assert all(weight.grad is None for weight in step.weights)
+    else:
+        step.check_gradients()
+        assert disk.counts["read"] == CHUNKS + 1
+    disk.faults.clear()
+    step.run()
+    step.check_nothing_is_left()
+
+
+def test_reads_that_all_fail_ahead_and_asked_for(start: Callable[..., Step]) -> None:
+    disk = FaultyDisk(Fault("read", None, Fail(errno.EIO)))
+    step = start(disk, "cuda")
+    hint(step, host=False)
+    step.lose(step.forward_to_disk())
+    disk.faults.clear()
     step.run()
     step.check_nothing_is_left()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,4 +43,12 @@ class Layered(nn.Module):
 @pytest.fixture(scope="session")
 def report() -> Report:
     config = OffloadConfig(inner="aot_eager", min_tensor_bytes=512, policy="all", hardware=HARDWARE)
+    return explain(Layered(), torch.randn(64, 32), config=config)
+
+
+@pytest.fixture(scope="session")
+def tiered_report() -> Report:
+    """As :func:`report`, on a GPU whose staging has room for two storages that stay, in pieces of 2 MiB each."""
+    gpu = dataclasses.replace(HARDWARE, device="toy GPU", copies_block_compute=False, staging_bytes=5 << 20)
+    config = OffloadConfig(inner="aot_eager", min_tensor_bytes=512, policy="all", hardware=gpu)
     return explain(Layered(), torch.randn(64, 32), config=config)

@@ -91,6 +91,26 @@ def test_it_shows_the_figures_of_the_plan(browser: Any, report: Report, tmp_path
 
 
 @needs_chromium
+def test_the_host_tier_has_a_lane_of_its_own(
+    browser: Any, report: Report, tiered_report: Report, tmp_path: Path
+) -> None:
+    opened = Opened(browser, tiered_report, tmp_path)
+    assert "6 of 6 storages move, up to 4.00 MiB in host memory" in opened.page.locator("#tiles").inner_text()
+    lanes = opened.page.locator("#chart text", has_text=re.compile("^(write|read|host)$"))
+    assert lanes.all_text_contents() == ["write", "read", "host"]
+    legend = opened.page.locator("#legend").inner_text()
+    assert "copy_out" in legend and "copy_in" in legend
+    opened.page.locator("#rows button").nth(1).click()
+    details = opened.page.locator("#details")
+    assert "copy_out from" in details.locator("[data-step=offload]").inner_text()
+    assert "copy_in from" in details.locator("[data-step=reload]").inner_text()
+    opened.close()
+    plain = Opened(browser, report, tmp_path)
+    assert plain.page.locator("#chart text", has_text=re.compile("^(write|read|host)$")).count() == 2
+    plain.close()
+
+
+@needs_chromium
 def test_hovering_tells_about_a_tensor(browser: Any, report: Report, tmp_path: Path) -> None:
     opened = Opened(browser, report, tmp_path)
     tip = opened.page.locator("#tip")

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from ssdtrain_fx import ConfigError, Report, SSDTrainError
-from ssdtrain_fx.passes.plan import Keep, Offload, SavedStorage
+from ssdtrain_fx import ConfigError, OffloadConfig, Report, SSDTrainError
+from ssdtrain_fx.passes.plan import Keep, Offload, Plan, SavedStorage
+from ssdtrain_fx.report.decisions import style_of
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, DAY_S, TB, YEAR_S, Endurance, format_lifetime
 from ssdtrain_fx.report.table import COLUMNS, make_rows
 
@@ -109,6 +110,33 @@ def test_nothing_to_tell() -> None:
     assert NOTHING.endurance.lifetime_s == float("inf")
 
 
+# The host tier
+
+
+def test_what_stays_in_host_memory_is_said(tiered_report: Report) -> None:
+    """In the summary, in the counts, in the table, in the way of every storage, and by the exact planner."""
+    (graph,) = tiered_report.graphs
+    first, *_ = lines = str(tiered_report).splitlines()
+    assert "48.00 KiB out and back per step, up to 4.00 MiB in host memory; " in first
+    assert "6 saved storages: 4 offload, 2 host" in lines
+    on_ssd, on_host = graph.rows()
+    assert [style_of(row.storages[0].decision).name for row in (on_ssd, on_host)] == ["offload", "host"]
+    assert [len(row.storages) for row in (on_ssd, on_host)] == [4, 2]
+    assert "in host memory between forward and backward" in graph.table()
+    staying = {saved.name for saved in on_host.storages}
+    for kind in ("copy_out", "copy_in"):
+        assert {one.storage for one in graph.timeline.activities if one.kind == kind} == staying
+    assert staying.isdisjoint(one.storage for one in graph.timeline.activities if one.kind in ("write", "read"))
+    said = graph.optimality(OffloadConfig(max_slowdown=0.1), time_limit_s=5)
+    assert re.search(r"allowed, no host tier: no placement has a peak below .*; this plan has one and is ", said)
+
+
+def test_json_with_a_host_tier_goes_there_and_back(tiered_report: Report) -> None:
+    assert Report.from_json(tiered_report.to_json()) == tiered_report
+    (graph,) = tiered_report.graphs
+    assert Plan.from_json(graph.plan.to_json()) == graph.plan
+
+
 # The drive
 
 
@@ -133,6 +161,12 @@ def test_the_report_rates_the_drive_by_the_plan(report: Report) -> None:
     assert report.endurance.lifetime_s == pytest.approx(expected_s)
     twice = Report(report.graphs * 2, 2 * ASSUMED_ENDURANCE_BYTES)
     assert twice.endurance.lifetime_s == pytest.approx(2 * expected_s), "twice the bytes in twice the time"
+
+
+def test_the_host_tier_does_not_wear_the_drive(report: Report, tiered_report: Report) -> None:
+    """Two of six storages of 8 KiB are not written."""
+    assert tiered_report.plan.offloaded_bytes == report.plan.offloaded_bytes == 6 * 8192
+    assert tiered_report.endurance.written_bytes == 4 * 8192
 
 
 def test_a_rating_of_nothing_is_refused() -> None:
@@ -166,7 +200,7 @@ def test_other_json_is_refused(report: Report) -> None:
         Report.from_json(json.dumps(plain))
 
 
-def test_every_field_of_the_json_is_documented(report: Report) -> None:
+def test_every_field_of_the_json_is_documented(tiered_report: Report) -> None:
     """docs/report.md names each field of each object in code type; here the JSON itself is asked which there are."""
     document = (Path(__file__).parent.parent.parent / "docs" / "report.md").read_text()
     documented = set(re.findall(r"`(\w+)`", document))
@@ -179,7 +213,7 @@ def test_every_field_of_the_json_is_documented(report: Report) -> None:
             return set(value) | {name for key, one in value.items() for name in fields(one, key)}
         return set()
 
-    found = fields(json.loads(report.to_json()))
+    found = fields(json.loads(tiered_report.to_json()))
     assert len(found) > 60
     assert found - documented == set()
 

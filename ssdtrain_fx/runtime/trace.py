@@ -1,6 +1,7 @@
 """A trace of what the engines do, event by event, in the Chrome trace format (Perfetto and chrome://tracing open it).
 
-    tracks of threads      offload, release, reload, wait, with the stall inside; copy, write, read, forward of a chunk
+    tracks of threads      offload, release, reload, wait, with the stall inside; copy, write, read, read ahead and
+                           forward of a chunk
     asynchronous tracks    write, read of native AIO, which no thread does
     counters               staging memory in use, bytes in flight
     track "steps"          from the first offload to the last wait before the next offload
@@ -12,7 +13,7 @@ Guarantees:
 
 * While nothing is recorded, an op pays for one look at an attribute.
 * Any thread may record. An event is recorded when it is over, as a whole: none begins without an end.
-* The bytes of all writes, reads and forwards are what the statistics count over the same time.
+* The bytes of all writes, reads (with those ahead) and forwards are what the statistics count over the same time.
 * The file is there completely or not at all, also when the body of the ``with`` statement raises.
 * A forked child records nothing and writes nothing.
 """

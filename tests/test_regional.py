@@ -13,7 +13,7 @@ from steps import FAST_DISK, settled_statistics, small_model
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from ssdtrain_fx import OffloadConfig, backend, statistics
+from ssdtrain_fx import OffloadConfig, backend, explain, statistics
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.measure import find_layers
 from ssdtrain_fx.runtime.movers import CpuMover
@@ -286,3 +286,14 @@ def test_an_activation_that_was_written_to_in_between_is_another_one() -> None:
     (first.forward(x) * second.forward(2 * x)).sum().backward()
     for name, parameter in model.layers.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad)
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "auto", "max_slowdown": 10.0}])
+def test_a_link_of_a_chain_has_no_host_tier(options: dict[str, Any]) -> None:
+    """All links would fill it at the same time. The same layer alone, whose input is nobody's activation, has one."""
+    gpu = dataclasses.replace(FAST_DISK, device="toy GPU", staging_bytes=64 << 20)
+    config = everything("aot_eager", hardware=gpu, **options)
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    link = explain(Layer(), x.exp(), config=config).plan
+    assert link.offloaded and not link.on_host
+    assert explain(Layer(), x, config=config).plan.on_host

@@ -66,8 +66,7 @@ def plan_offloads(
             )
         choice, reason_not_moved = use_host_tier(problem, found, time_first=True), KEPT_FITS
     elif analysis.activations:
-        # All graphs of the chain are away at once, and nobody knows how many share the host memory.
-        choice, reason_not_moved = choose_most(without_host, max_slowdown=max_slowdown), KEPT_TIME
+        choice, reason_not_moved = choose_most(problem, max_slowdown=max_slowdown), KEPT_TIME
     else:
         choice = choose_lowest_peak(without_host, max_slowdown=max_slowdown)
         choice = use_host_tier(problem, choice, may_move_others=True)
@@ -118,7 +117,8 @@ def pose_problem(
     """What has to be decided, in numbers.
 
     Args:
-        host: staging that storages may stay in; None where there is none to spare, as on every CPU.
+        host: staging that storages may stay in; None where there is none to spare, as on every CPU. A graph of a chain
+            has none either: all of them would hold it at the same time, and nobody knows how many they are.
         step_s: time of the step without recomputation, when the graph recomputes more than the partitioner chose.
     """
     intervals = analysis.intervals
@@ -138,7 +138,7 @@ def pose_problem(
         movables=tuple(sorted(movables, key=lambda movable: (movable.complete, movable.idx))),
         hardware=hardware,
         recompute_s=0.0 if step_s is None else sum(analysis.node_s) - step_s,
-        host=host,
+        host=None if analysis.activations else host,
     )
 
 

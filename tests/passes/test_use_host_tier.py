@@ -189,6 +189,12 @@ def test_the_ops_say_what_stays_and_when_it_comes_back() -> None:
     assert_same_bits(step.run(joint), step.run())
 
 
+def test_ops_for_a_cpu_are_told_nothing() -> None:
+    analysis = analyse(capture_toy("deep", partition=save_all), min_tensor_bytes=2048)
+    joint = analysis.rewrite(analysis.plan(policy="all", disk=1e9))
+    assert [node.kwargs for node in calls(joint.graph, OFFLOAD)] == [{}] * len(calls(joint.graph, OFFLOAD))
+
+
 # Where there is one
 
 

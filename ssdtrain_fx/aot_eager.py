@@ -30,7 +30,7 @@ def compile_with_aot_eager(
         compiler: gets the two graphs; None runs them node by node.
     """
 
-    activation_inputs = find_activation_inputs(example_inputs)
+    device, activation_inputs = device_of(example_inputs), find_activation_inputs(example_inputs)
 
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
@@ -39,7 +39,8 @@ def compile_with_aot_eager(
             backward,
             num_forward_outputs=kwargs["num_fwd_outputs"],
             config=config,
-            hardware=config.load_hardware(device_of(example_inputs)),
+            hardware=config.load_hardware(device),
+            times=config.load_call_times(device),
             describe=observe is not None,
             activation_inputs=activation_inputs,
         )

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 
@@ -22,9 +22,13 @@ from ssdtrain_fx.passes.transfer_problem import HostTier
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.staging import CHUNK_BYTES
 
+if TYPE_CHECKING:
+    from ssdtrain_fx.call_times import CallTimes
+
 Inner = Literal["inductor", "aot_eager"]
 PolicyName = Literal["auto", "all"]
 Replan = Literal["off", "auto"]
+Costs = Literal["roofline", "measured"]
 
 SHARE_IN_TRANSIT = 1 / 8
 """Of the staging, kept for writes and reads on their way when the host tier is full. A guess."""
@@ -79,6 +83,13 @@ class OffloadConfig:
     """What to plan for: a profile, or the path of one that ``ssdtrain-fx probe --json`` wrote. None: this machine,
     which is measured in a few seconds when it is not known yet."""
 
+    costs: Costs = "roofline"
+    """How long each node takes, for the plan. ``roofline`` computes it from shapes and the rates in ``hardware``.
+    ``measured`` runs what Inductor takes from libraries (matrix products, convolutions, attention), or with
+    ``inner="aot_eager"`` every op, by itself on this machine, once for each op and layout; what Inductor fuses stays on
+    the roofline. The times are kept beside the hardware profiles: the next compilation measures nothing and makes the
+    same plan. To measure again, delete ``node-times-*.json`` there."""
+
     replan: Replan = "off"
     """``auto`` plans and compiles a step again when the disk has been 1.5 times faster or slower than planned for
     several steps, at most every ten minutes. Off by default: a compilation in the middle of a training run may take a
@@ -103,6 +114,7 @@ class OffloadConfig:
         if not callable(self.policy):
             _require_choice("policy", self.policy, get_args(PolicyName), or_else="a function")
         object.__setattr__(self, "passes", _functions("passes", self.passes))
+        _require_choice("costs", self.costs, get_args(Costs))
         _require_choice("replan", self.replan, get_args(Replan))
         _require_choice("io", self.io, get_args(IOPath))
         _require_int("min_tensor_bytes", self.min_tensor_bytes, minimum=0)
@@ -182,6 +194,18 @@ class OffloadConfig:
             return None
         in_transit_bytes = math.ceil(hardware.staging_bytes * SHARE_IN_TRANSIT)
         return HostTier(budget_bytes=hardware.staging_bytes - in_transit_bytes, chunk_bytes=CHUNK_BYTES)
+
+    def load_call_times(self, device: str) -> CallTimes | None:
+        """The measured times of ops on ``device`` (``cpu`` or ``cuda``); None with ``costs="roofline"``.
+
+        Raises:
+            ConfigError: there is no such device here.
+        """
+        if self.costs == "roofline":
+            return None
+        from ssdtrain_fx.call_times import load_call_times
+
+        return load_call_times(device)
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:

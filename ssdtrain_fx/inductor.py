@@ -77,6 +77,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
             num_forward_outputs=kwargs["num_fwd_outputs"],
             config=self.config,
             hardware=self.hardware,
+            times=self.config.load_call_times(self.device),
             describe=self.observe is not None,
             activation_inputs=self.activation_inputs,
         )
@@ -87,6 +88,9 @@ class OffloadPartitioner(private.CustomPartitionerFn):
     def uuid(self) -> str:
         inner = self.inner.uuid() if self.inner is not None else None
         planned_for = f"{self.config.cache_key()} {self.hardware.digest()} {sorted(self.activation_inputs)}"
+        times = self.config.load_call_times(self.device)
+        if times is not None:
+            planned_for += f" {times.generation}"
         return f"ssdtrain_fx {_source_hash()} {planned_for} {inner!r}"
 
 

@@ -101,14 +101,19 @@ def _fuse_intervals(joint: ScheduledJointGraph, config: OffloadConfig) -> PassRe
 
 
 def _node_costs(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
-    """Predicted seconds of every node that takes time, on the hardware that is planned for."""
+    """Seconds of every node that takes time, on the hardware that is planned for, and where they come from."""
     analysis = _analyse(joint, config)
     rows = tuple(
-        {"node": node.name, "target": str(node.target), "seconds": seconds}
+        {
+            "node": node.name,
+            "target": str(node.target),
+            "seconds": seconds,
+            "source": "measured" if node in analysis.measured.seconds else "roofline",
+        }
         for node, seconds in zip(joint.graph.nodes, analysis.node_s, strict=True)
         if seconds > 0
     )
-    return PassResult(summary=f"{sum(analysis.node_s):.6f} s in {len(rows)} nodes", rows=rows)
+    return PassResult(summary=f"{sum(analysis.node_s):.6f} s in {len(rows)} nodes; {analysis.cost_sources}", rows=rows)
 
 
 def _copy_out_views(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
@@ -187,6 +192,7 @@ def _analyse(joint: ScheduledJointGraph, config: OffloadConfig) -> Analysis:
         min_tensor_bytes=config.min_tensor_bytes,
         hardware=_hardware(joint, config),
         fused=config.inner == "inductor",
+        times=config.load_call_times(_device(joint)),
     )
 
 
@@ -204,7 +210,11 @@ def _make_plan(joint: ScheduledJointGraph, config: OffloadConfig) -> tuple[Analy
 
 
 def _hardware(joint: ScheduledJointGraph, config: OffloadConfig) -> Hardware:
-    return config.load_hardware(device_of([node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]))
+    return config.load_hardware(_device(joint))
+
+
+def _device(joint: ScheduledJointGraph) -> str:
+    return device_of([node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")])
 
 
 def _describe_intervals(

@@ -24,6 +24,7 @@ from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.dry_run import run_dry
 from ssdtrain_fx.errors import BudgetError, ConfigError
 from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes.node_calls import Times
 from ssdtrain_fx.passes.pipeline import offload_saved_tensors
 from ssdtrain_fx.passes.plan import Plan
 
@@ -171,6 +172,7 @@ class _Planner:
     batch: int
     config: OffloadConfig
     hardware: Hardware
+    times: Times | None
 
     def keep(self) -> RokOutcome:
         # Nothing is as large as this: nothing moves, and the rest of the plan says what the step takes.
@@ -196,6 +198,7 @@ class _Planner:
             num_forward_outputs=self.num_forward_outputs,
             config=config,
             hardware=self.hardware,
+            times=self.times,
         ).plan
 
 
@@ -224,6 +227,7 @@ def _trace(make_model: MakeModel, batch: int, config: OffloadConfig) -> _Planner
         batch=batch,
         config=config,
         hardware=config.load_hardware(step.device),
+        times=config.load_call_times(step.device),
     )
 
 

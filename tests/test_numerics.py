@@ -88,6 +88,16 @@ def test_plans_with_a_host_tier(inner: Inner) -> None:
     assert done.offloads == len(batches) * len(graph.plan.offloaded)
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_measuring_while_compiling_leaves_random_numbers_alone(
+    inner: Inner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ops are measured between the seed and the first dropout of the step, and dropout is among them."""
+    monkeypatch.setenv("SSDTRAIN_PROFILE_DIR", str(tmp_path))
+    check("encoder", inner=inner, dropout=0.1, fallback_random=True, costs="measured")
+
+
 COPIES_ARE_SLOW = dataclasses.replace(FAST_DISK, copies_block_compute=True, copy_out=Channel(bytes_per_s=1e6))
 """Any kernel is faster than moving what it makes."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, load_callable
+from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, load_callable, parse_options
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import BudgetError, ConfigError
 from ssdtrain_fx.report import explain as explain_model
@@ -34,6 +34,9 @@ def explain(
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Plan for this profile (from probe --json), not this machine."),
     ] = None,
+    options: Annotated[
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the backend; may be repeated.")
+    ] = None,
     save_graph: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="Write the graph before any pass, for ssdtrain-fx pass and bug reports."),
@@ -51,7 +54,8 @@ def explain(
         Path | None, typer.Option("--json", help="Write the report here (docs/report.md); - prints it.")
     ] = None,
 ) -> None:
-    """Show what would be offloaded in one training step, and why not the rest. Nothing is computed or written.
+    """Show what would be offloaded in one training step, and why not the rest. Nothing is computed or written (with
+    --option costs=measured, single ops run and their times are kept).
 
     module:callable names a function of yours without arguments, which returns the model and a tuple of its inputs.
 
@@ -73,9 +77,15 @@ def explain(
             inputs = make_batch(torch.Generator().manual_seed(0))
     except (ValueError, ImportError, AttributeError) as error:
         raise typer.BadParameter(str(error), param_hint="MODEL") from error
-    config = OffloadConfig(
-        max_slowdown=max_slowdown, memory_budget_bytes=memory_budget_bytes, hardware=hardware, inner="inductor"
-    )
+    chosen: dict[str, Any] = {
+        "max_slowdown": max_slowdown,
+        "memory_budget_bytes": memory_budget_bytes,
+        "hardware": hardware,
+    }
+    try:
+        config = OffloadConfig.from_options({**chosen, **parse_options(options or [])})
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--option") from error
     try:
         if save_graph is not None:
             with console.status("tracing"):

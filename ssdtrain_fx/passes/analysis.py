@@ -14,6 +14,7 @@ from ssdtrain_fx.passes.chains import find_activations
 from ssdtrain_fx.passes.fuse_intervals import fuse_intervals
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.liveness import LiveInterval, find_live_intervals
+from ssdtrain_fx.passes.node_calls import CostSources, MeasuredNodes, Times, measure_nodes
 from ssdtrain_fx.passes.node_costs import estimate_node_seconds, find_fused_kernels
 
 
@@ -30,26 +31,44 @@ class Analysis:
     """Seconds of every node."""
     activations: frozenset[fx.Node] = frozenset()
     """Inputs that may move. Empty unless the graph is one of a chain."""
+    measured: MeasuredNodes = dataclasses.field(default_factory=MeasuredNodes)
+    """Which of ``node_s`` were measured; all others are by roofline."""
+
+    @property
+    def cost_sources(self) -> CostSources:
+        """Where ``node_s`` come from."""
+        return self.measured.sources(self.node_s)
 
 
-def analyse(joint: ScheduledJointGraph, *, min_tensor_bytes: int, hardware: Hardware, fused: bool) -> Analysis:
+def analyse(
+    joint: ScheduledJointGraph,
+    *,
+    min_tensor_bytes: int,
+    hardware: Hardware,
+    fused: bool,
+    times: Times | None = None,
+) -> Analysis:
     """Run all analyses.
 
     Args:
         min_tensor_bytes: storages smaller than this are no candidates.
         hardware: gives the rates behind the seconds.
         fused: the graph will be compiled by Inductor, which keeps some storages out of memory and saves kernels.
+        times: measured times of what is not fused. None: all is by roofline.
     """
     alias_sets = find_alias_sets(joint.graph)
     activations = find_activations(joint)
     intervals = find_live_intervals(joint.graph, alias_sets, activations)
     if fused:
         intervals = fuse_intervals(intervals, find_fused_kernels(joint, alias_sets), alias_sets)
+    node_s = estimate_node_seconds(joint, alias_sets, hardware, fused=fused)
+    measured = MeasuredNodes() if times is None else measure_nodes(joint, alias_sets, times, fused=fused)
     return Analysis(
         joint=joint,
         alias_sets=alias_sets,
         candidates=find_candidates(joint, alias_sets, min_tensor_bytes=min_tensor_bytes, activations=activations),
         intervals=intervals,
-        node_s=estimate_node_seconds(joint, alias_sets, hardware, fused=fused),
+        node_s=measured.replace_in(joint, node_s),
         activations=activations,
+        measured=measured,
     )

@@ -80,6 +80,21 @@ def takes_time(node: fx.Node, alias_sets: AliasSets) -> bool:
     return makes_a_storage or bool(op.written_arguments)
 
 
+def find_own_kernels(joint: ScheduledJointGraph, alias_sets: AliasSets, *, fused: bool) -> tuple[fx.Node, ...]:
+    """The nodes that run as the op that stands in the graph, fused with nothing, in order.
+
+    Args:
+        fused: False for ``inner="aot_eager"``: then every node that takes time is one. Otherwise also left out is what
+            adds at indices: Inductor fuses it with nothing, but generates the kernel itself.
+    """
+
+    def is_own(op: _Op) -> bool:
+        return op.kind is _Kind.KERNEL and not op.adds_at_indices
+
+    nodes = [node for node in joint.graph.nodes if takes_time(node, alias_sets)]
+    return tuple(node for node in nodes if not fused or is_own(_op(node.target)))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedKernel:
     """A group of pointwise ops and reductions, as one kernel. Storages by index."""

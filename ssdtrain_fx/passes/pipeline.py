@@ -30,6 +30,7 @@ from ssdtrain_fx.passes.find_recomputations import Recomputation
 from ssdtrain_fx.passes.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.insert_recomputations import insert_recomputations
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, join, split
+from ssdtrain_fx.passes.node_calls import CostSources, Times
 from ssdtrain_fx.passes.plan import Plan
 from ssdtrain_fx.passes.plan_offloads import add_recomputations, plan_offloads, pose_problem
 from ssdtrain_fx.passes.policy import Budget
@@ -51,6 +52,8 @@ class OffloadedStep:
     plan: Plan
     problem: TransferProblem
     """What the plan is an answer to."""
+    costs: CostSources
+    """Where the seconds in ``problem`` come from."""
     timeline: Timeline | None
     """None unless ``describe`` was asked for."""
     joint_before: str
@@ -65,6 +68,7 @@ def offload_saved_tensors(
     num_forward_outputs: int,
     config: OffloadConfig,
     hardware: Hardware,
+    times: Times | None = None,
     describe: bool = False,
     activation_inputs: frozenset[int] = frozenset(),
 ) -> OffloadedStep:
@@ -74,6 +78,7 @@ def offload_saved_tensors(
         forward, backward: as a partitioner of ``functorch.compile`` returns them; neither is changed.
         num_forward_outputs: how many results of ``forward`` are not saved for backward.
         hardware: what the plan is made for.
+        times: measured times of what is not fused. None: all nodes are by roofline.
         describe: also tell the timeline and print the graph before and after: seconds for thousands of nodes.
         activation_inputs: see :func:`~ssdtrain_fx.passes.chains.find_activation_inputs`.
 
@@ -88,13 +93,13 @@ def offload_saved_tensors(
     joint = run_custom_passes(joint, config.passes)
     if config.inner == "inductor":
         sink_matrix_products(joint)
-    analysis = _analyse(joint, config, hardware)
+    analysis = _analyse(joint, config, hardware, times)
     copied_out = copy_out_views(joint, analysis.alias_sets, analysis.candidates)
     changed = copied_out is not joint or bool(config.passes)
     if copied_out is not joint:
-        analysis = _analyse(copied_out, config, hardware)
-    planned = _choose(analysis, config, hardware)
-    joint, plan = planned.analysis.joint, planned.plan
+        analysis = _analyse(copied_out, config, hardware, times)
+    planned = _choose(analysis, config, hardware, times)
+    joint, plan, costs = planned.analysis.joint, planned.plan, planned.analysis.cost_sources
     log.info(
         "predicted activation peak %s -> %s, %+.1f %% of the step time, %s out and back in %d of %d saved storages, "
         "%d of them by the host tier, %d made again",
@@ -107,6 +112,7 @@ def offload_saved_tensors(
         len(plan.on_host),
         len(plan.recomputed),
     )
+    log.info("%s", costs)
     for storage in plan.storages:
         log.debug("%s %s%s: %s", storage.name, storage.dtype, list(storage.shape), storage.decision)
     describer = ScheduleDescriber(analysis, planned.analysis, planned.problem, plan) if describe else None
@@ -123,13 +129,13 @@ def offload_saved_tensors(
         verify_offloads(joint, host=planned.problem.host)
     elif not changed and not plan.recomputed:
         timeline = describer.timeline() if describer else None
-        return OffloadedStep(forward, backward, plan, planned.problem, timeline, before, before)
+        return OffloadedStep(forward, backward, plan, planned.problem, costs, timeline, before, before)
     after = joint.text() if describe else ""
     if log.isEnabledFor(logging.DEBUG):
         log.debug("scheduled joint graph with offloads:\n%s", after or joint.text())
     timeline = describer.timeline() if describer else None
     new_forward, new_backward = split(joint)
-    return OffloadedStep(new_forward, new_backward, plan, planned.problem, timeline, before, after)
+    return OffloadedStep(new_forward, new_backward, plan, planned.problem, costs, timeline, before, after)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,11 +153,17 @@ class _Planned:
         return self.problem.fixed_live_bytes[self.problem.marker] + movable_bytes - self.plan.offloaded_bytes
 
 
-def _analyse(joint: ScheduledJointGraph, config: OffloadConfig, hardware: Hardware) -> Analysis:
-    return analyse(joint, min_tensor_bytes=config.min_tensor_bytes, hardware=hardware, fused=config.inner == "inductor")
+def _analyse(joint: ScheduledJointGraph, config: OffloadConfig, hardware: Hardware, times: Times | None) -> Analysis:
+    return analyse(
+        joint,
+        min_tensor_bytes=config.min_tensor_bytes,
+        hardware=hardware,
+        fused=config.inner == "inductor",
+        times=times,
+    )
 
 
-def _choose(analysis: Analysis, config: OffloadConfig, hardware: Hardware) -> _Planned:
+def _choose(analysis: Analysis, config: OffloadConfig, hardware: Hardware, times: Times | None) -> _Planned:
     """The best of the plans with and without recomputation; plain offloading where they are equal.
 
     Raises:
@@ -168,7 +180,7 @@ def _choose(analysis: Analysis, config: OffloadConfig, hardware: Hardware) -> _P
     errors: list[BudgetError] = []
     for recomputations in ((), *proposed):
         try:
-            found.append(_plan(analysis, problem, recomputations, config, hardware))
+            found.append(_plan(analysis, problem, recomputations, config, hardware, times))
         except BudgetError as error:
             errors.append(error)
     if not found:
@@ -187,13 +199,14 @@ def _plan(
     recomputations: Sequence[Recomputation],
     config: OffloadConfig,
     hardware: Hardware,
+    times: Times | None,
 ) -> _Planned:
     """Plan the offloads of what is left when ``recomputations`` are made; the graph itself is not touched."""
     if recomputations:
         joint, copy_of = analysis.joint.copy()
         copied = [dataclasses.replace(one, nodes=tuple(copy_of[node] for node in one.nodes)) for one in recomputations]
         joint = insert_recomputations(joint, find_alias_sets(joint.graph), copied)
-        rewritten = _analyse(joint, config, hardware)
+        rewritten = _analyse(joint, config, hardware, times)
         problem = pose_problem(rewritten, hardware=hardware, step_s=problem.step_s, host=problem.host)
     else:
         rewritten = analysis

@@ -26,11 +26,12 @@ def explain(
     """What the backend would do with ``model(*inputs, **kwargs)``.
 
     Traces the call as ``torch.compile(model, backend=ssdtrain_fx.backend(config))`` would and stops before code is
-    generated. Nothing is computed: the traced call returns zeros, and buffers get their values back.
+    generated. Nothing is computed: the traced call returns zeros, and buffers get their values back. With
+    ``costs="measured"`` ops that have not been measured yet run, each by itself, on made-up numbers.
 
     Compile caches are not asked, and are left as they are. Code that came out of a warm one follows this very plan: the
-    key of Inductor's cache names the configuration, the hardware profile and the source of this package, and these and
-    the graph are all that a plan depends on.
+    key of Inductor's cache names the configuration, the hardware profile, the file of measured times and the source of
+    this package, and these and the graph are all that a plan depends on.
 
     Args:
         model: a module or a function; a compiled module is explained by the module in it.
@@ -56,7 +57,7 @@ def explain(
 
     run_dry(model, trace, *inputs, **kwargs)
     graphs = tuple(
-        GraphReport(step.plan, step.timeline, step.problem, step.joint_before, step.joint_after)
+        GraphReport(step.plan, step.timeline, step.problem, step.costs, step.joint_before, step.joint_after)
         for step in steps
         if step.timeline is not None  # always: the steps were observed
     )

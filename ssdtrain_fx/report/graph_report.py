@@ -10,6 +10,7 @@ import networkx as nx
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.passes.dependencies import find_dependencies
 from ssdtrain_fx.passes.describe_schedule import Timeline
+from ssdtrain_fx.passes.node_calls import CostSources
 from ssdtrain_fx.passes.plan import Peak, Plan
 from ssdtrain_fx.passes.transfer_problem import TransferProblem
 from ssdtrain_fx.report.decisions import style_of
@@ -28,6 +29,8 @@ class GraphReport:
     """When which node runs and which storage is where, before and after."""
     problem: TransferProblem
     """What the plan is an answer to: seconds and bytes of the graph, and the hardware."""
+    costs: CostSources
+    """Where the seconds in ``problem`` come from."""
     joint_before: str
     joint_after: str
 

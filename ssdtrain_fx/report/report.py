@@ -66,7 +66,7 @@ class Report:
         for idx, graph in enumerate(self.graphs):
             title = f"graph {idx} of {len(self.graphs)}: " if len(self.graphs) > 1 else ""
             summary = graph.summary(self.rated_endurance_bytes)
-            parts.append(f"{title}{summary}\n{graph.where()}\n{graph.decided()}\n\n{graph.table(sort)}")
+            parts.append(f"{title}{summary}\n{graph.where()}\n{graph.decided()}\n{graph.costs}\n\n{graph.table(sort)}")
         return "\n\n".join(parts)
 
     def diff(self) -> str:

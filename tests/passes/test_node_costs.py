@@ -18,7 +18,7 @@ import pytest
 import torch
 from graphs import Program, capture_program, random_programs
 from hypothesis import given, settings
-from torch import Tensor, fx
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -26,7 +26,6 @@ from ssdtrain_fx.hardware import Hardware, convolution_key
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, backward_starts
 from ssdtrain_fx.passes.node_costs import estimate_node_seconds
-from ssdtrain_fx.passes.node_profile import NodeTimes, make_inputs, measure_node_seconds
 from ssdtrain_fx.testing import TOYS, analyse, capture_step, capture_toy, toy_hardware
 
 SLOW = toy_hardware(
@@ -294,62 +293,3 @@ def test_thousands_of_nodes() -> None:
     start_s = time.process_time()
     estimate_node_seconds(joint, alias_sets, SLOW)
     assert time.process_time() - start_s < 10  # about 0.05 s; only what is not near linear comes near this
-
-
-# -- measured ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", TOYS)
-def test_measured_times_stand_where_estimated_ones_do(name: str) -> None:
-    step = capture_toy(name)
-    joint = step.join()
-    estimated = estimate_node_seconds(joint, find_alias_sets(joint.graph), SLOW, fused=False)
-    for args in (None, step.joint_args(joint)):
-        measured = measure_node_seconds(joint, args, repeats=1)
-        assert [seconds > 0 for seconds in measured] == [seconds > 0 for seconds in estimated]
-
-
-def test_equal_calls_are_measured_once_and_the_next_time_not_at_all() -> None:
-    """Two products of equal shapes and one of others; what is known is believed."""
-
-    def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        return x @ w @ w @ v
-
-    joint = trace(function, (4, 4), (4, 4), (4, 2))
-    times = NodeTimes()
-    first = measure_node_seconds(joint, times=times)
-    assert len(times) == 2
-    known = NodeTimes.from_json(times.to_json())
-    assert measure_node_seconds(joint, times=known) == first
-    assert len(known) == 2
-
-
-def test_made_up_inputs_look_like_the_real_ones() -> None:
-    joint = capture_toy("attention", dynamic=True).join()
-    for node, value in zip(joint.graph.find_nodes(op="placeholder"), make_inputs(joint), strict=True):
-        if isinstance(value, Tensor):
-            assert value.dtype == node.meta["val"].dtype
-            assert [int(size) for size in node.meta["val"].shape] == list(value.shape)
-        else:
-            assert isinstance(value, int)
-
-
-def test_values_are_freed_after_their_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most two results of the chain are alive while it is measured."""
-    alive: list[int] = []
-    run_node = fx.Interpreter.run_node
-
-    def counting(self: fx.Interpreter, n: fx.Node) -> Any:
-        alive.append(sum(isinstance(value, Tensor) for value in self.env.values()))
-        return run_node(self, n)
-
-    monkeypatch.setattr(fx.Interpreter, "run_node", counting)
-
-    def function(x: Tensor) -> Tensor:
-        for _ in range(10):
-            x = x.view(-1).sin()
-        return x
-
-    measure_node_seconds(trace(function, (8,)), repeats=1)
-    assert len(alive) > 10
-    assert max(alive) <= 3

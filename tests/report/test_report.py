@@ -43,7 +43,7 @@ def storage(name: str, size_bytes: int = 8, **changes: Any) -> SavedStorage:
 def test_the_summary_comes_first_then_the_peaks_then_the_table(report: Report) -> None:
     (graph,) = report.graphs
     plan = graph.plan
-    first, before, after, floor, decided, empty, header, rule, *rows, inputs = str(report).splitlines()
+    first, before, after, floor, decided, costs, empty, header, rule, *rows, inputs = str(report).splitlines()
     assert re.fullmatch(
         r"predicted activation peak [\d.]+ KiB -> [\d.]+ KiB; [\d.]+ KiB out and back per step; "
         r"[\d.]+ (ms|µs) exposed in a step of [\d.]+ (ms|µs) \(\+[\d.]+ %\); "
@@ -53,6 +53,8 @@ def test_the_summary_comes_first_then_the_peaks_then_the_table(report: Report) -
     assert before.startswith("before ") and after.startswith("after  ") and "floor" in floor
     made = [saved for saved in plan.storages if not saved.is_input]
     assert decided == f"{len(made)} saved storages: {len(plan.offloaded)} offload"
+    taking_time = sum(seconds > 0 for seconds in graph.problem.node_s)
+    assert costs == f"seconds per node: 0 measured, {taking_time} by roofline"
     assert empty == ""
     assert header.split() == [name for name in COLUMNS if name != "module"], "an empty column is left out"
     assert set(rule) == {"-"}

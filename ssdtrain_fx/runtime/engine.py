@@ -162,7 +162,7 @@ class Engine:
         if known is not None:
             return make_token(known)
         lane = self._lane(x.device.type)
-        source = movable(x.detach())
+        source = movable(x.detach() if x.requires_grad else x)
         byte_count = span_bytes(source)
         entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
         entry.host, entry.reload_order = host and lane.has_host_tier, reload_order

@@ -40,7 +40,7 @@ def same_layout(size: Sequence[int], stride: Sequence[int], other_stride: Sequen
 
 def movable(x: Tensor) -> Tensor:
     """``x`` itself if the bytes it spans can be moved as they lie, else a dense copy of it."""
-    if x.is_conj() or x.is_neg():  # the flag is not in the bytes
+    if (x.dtype.is_complex and x.is_conj()) or x.is_neg():  # the flag is not in the bytes
         return x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     if x.is_contiguous():
         return x

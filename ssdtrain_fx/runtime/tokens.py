@@ -15,9 +15,12 @@ Guarantees:
 from __future__ import annotations
 
 import collections
+import ctypes
 
 import torch
 from torch import Tensor
+
+from ssdtrain_fx.errors import InternalError
 
 
 class Owner:
@@ -48,4 +51,11 @@ def make_token(owner: Owner) -> Tensor:
 
 
 def handle_of(token: Tensor) -> int:
-    return int(token.item())
+    """What is written in ``token``.
+
+    Not by ``token.item()``: that lets go of the interpreter lock, and with an I/O thread awake it comes back late.
+    """
+    address = token.data_ptr()
+    if not address or not token.is_cpu:
+        raise InternalError(f"expected a token in CPU memory, found a tensor on {token.device} at address {address:#x}")
+    return ctypes.c_int64.from_address(address).value

@@ -2,9 +2,11 @@ import collections
 import gc
 from pathlib import Path
 
+import pytest
 import torch
 from runtime_fakes import MemoryFile, engine_on
 
+from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.runtime.tokens import Owner, handle_of, make_token
 
 
@@ -75,3 +77,9 @@ def test_an_engine_that_was_closed_takes_no_notice_of_late_tokens(tmp_path: Path
     gc.collect()
     assert engine.statistics().in_flight_bytes >= 0
     engine.close()
+
+
+def test_a_token_elsewhere_is_refused() -> None:
+    """Its memory cannot be read from here."""
+    with pytest.raises(InternalError, match="expected a token in CPU memory, found a tensor on meta"):
+        handle_of(torch.zeros(1, dtype=torch.int64, device="meta"))

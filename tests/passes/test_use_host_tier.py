@@ -69,13 +69,14 @@ def assert_not_worse(problem: TransferProblem, tiered: Choice, plain: Choice) ->
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(problem=gpu_problems(), max_slowdown=st.sampled_from([0.0, 0.01, 0.1]))
+@given(problem=gpu_problems(), max_slowdown=st.sampled_from([0.0, 0.01, 0.1, 1.0]))
 def test_never_worse_than_without(problem: TransferProblem, max_slowdown: float) -> None:
     plain = choose_lowest_peak(without_host(problem), max_slowdown=max_slowdown)
     assert_not_worse(problem, use_host_tier(problem, plain, may_move_others=True), plain)
     same = use_host_tier(problem, plain)
     assert_not_worse(problem, same, plain)
     assert same.placements.keys() == plain.placements.keys()
+    assert_not_worse(problem, use_host_tier(problem, plain, time_first=True), plain)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)

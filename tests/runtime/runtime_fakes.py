@@ -32,6 +32,8 @@ class MemoryFile:
         self.path = f"{directory}/(fake file)"
         self.io_path = "fake"
         self.direct = False
+        self.cuda: FakeCuda | None = None
+        """The device of :func:`engine_on`; None: a CPU."""
         self.stripe_bytes: int | None = None
         self.data = bytearray()
         self.capacity_bytes: int | None = None
@@ -165,15 +167,25 @@ def no_aio() -> Aio:
 
 @contextlib.contextmanager
 def engine_on(file: MemoryFile, directory: str, **options: object) -> Iterator[Engine]:
-    """An engine with chunks of 4096 bytes on ``file``, driven by a :class:`FakeAio` if ``file.direct``."""
+    """An engine with chunks of 4096 bytes on ``file``, driven by a :class:`FakeAio` if ``file.direct``, and for
+    ``file.cuda`` if there is one."""
     config = EngineConfig(ssd_dir=directory, **options)  # type: ignore[arg-type]
-    file.aio = FakeAio(file)
-    with Engine(config, open_file=lambda _: file, open_aio=lambda: file.aio, chunk_bytes=4096) as engine:
+    with open_engine(file, config) as engine:
         try:
             yield engine
         finally:
             file.writes_may_go_on.set()
             file.reads_may_go_on.set()
+            if file.cuda is not None:
+                file.cuda.finish_all()
+
+
+def open_engine(file: MemoryFile, config: EngineConfig, clock: Clock = time.perf_counter) -> Engine:
+    """See :func:`engine_on`."""
+    if file.cuda is not None:
+        return StandInEngine(config, file, file.cuda, clock=clock)
+    file.aio = FakeAio(file)
+    return Engine(config, open_file=lambda _: file, open_aio=lambda: file.aio, chunk_bytes=4096, clock=clock)
 
 
 def offload(engine: Engine, x: Tensor, name: str = "x", **hints: Any) -> Tensor:

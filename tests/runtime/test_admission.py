@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from runtime_fakes import FakeAio, MemoryFile, fetch
+from runtime_fakes import FakeCuda, MemoryFile, fetch, open_engine
 from torch import Tensor
 
 from ssdtrain_fx.runtime.admission import BALANCE_LIMIT_S, MIN_STALL_SHARE, Admission
@@ -67,21 +67,19 @@ def clock() -> HandClock:
     return HandClock()
 
 
-@pytest.fixture(params=["aio", "threads"])
+@pytest.fixture(params=["aio", "threads", "cuda"])
 def file(request: pytest.FixtureRequest, clock: HandClock) -> SlowFile:
     file = SlowFile(clock)
     file.direct = request.param == "aio"
+    file.cuda = FakeCuda() if request.param == "cuda" else None
     return file
 
 
 @contextlib.contextmanager
 def engine_on(file: SlowFile, *, max_stall_share: float | None = 0.01) -> Iterator[Engine]:
     """Two staging buffers of 4096 bytes."""
-    file.aio = FakeAio(file)
     config = EngineConfig(ssd_dir="/tmp", max_stall_share=max_stall_share, host_budget_bytes=2 * CHUNK_BYTES)
-    with Engine(
-        config, open_file=lambda _: file, open_aio=lambda: file.aio, chunk_bytes=CHUNK_BYTES, clock=file.clock
-    ) as engine:
+    with open_engine(file, config, file.clock) as engine:
         try:
             yield engine
         finally:

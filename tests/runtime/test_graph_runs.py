@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_fakes import MemoryFile, engine_on
+from runtime_fakes import FakeCuda, MemoryFile, engine_on
 from torch import Tensor
 
 from ssdtrain_fx.runtime.engine import Engine
@@ -18,9 +18,11 @@ SIZE = 8
 SIZE_BYTES = 4 * SIZE
 
 
-@pytest.fixture
-def file() -> MemoryFile:
-    return MemoryFile()
+@pytest.fixture(params=["threads", "cuda"])
+def file(request: pytest.FixtureRequest) -> MemoryFile:
+    file = MemoryFile()
+    file.cuda = FakeCuda() if request.param == "cuda" else None
+    return file
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 from runtime_fakes import FakeCuda, MemoryFile, StandInEngine, fetch, offload
 
 from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.runtime.admission import BALANCE_LIMIT_S
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 
@@ -118,6 +119,79 @@ def test_source_of_an_offload_without_release_lives_until_the_device_is_done(
     assert entry.source is None
     assert file.write_count == 0  # the write was cancelled
     assert engine.statistics().slots_in_use == 0
+
+
+def test_what_may_not_wait_stays_although_the_device_still_copies(
+    tmp_path: Path, file: MemoryFile, cuda: FakeCuda
+) -> None:
+    """One buffer for copies: the first chunk is on its way out, the others never begin, and nobody waits."""
+    cuda.device_is_fast = False
+    config = EngineConfig(ssd_dir=str(tmp_path), host_budget_bytes=8192, max_stall_share=0.0)
+    with StandInEngine(config, file, cuda, clock=lambda: 0.0) as engine:
+        engine._ledger.admission.charge(BALANCE_LIMIT_S)
+        x = torch.arange(3 * 512)
+        token = engine.offload(x, "x")
+        token = engine.release(token, x)
+        assert engine.statistics().kept_for_time_bytes == x.nbytes
+        assert threading.main_thread().name not in cuda.host_syncs
+        storage = weakref.ref(x.untyped_storage())
+        x.fill_(1)
+        del x
+        assert storage() is not None  # the copy on the side stream reads it
+        cuda.finish_all()
+        engine.wait_until_idle()
+        assert file.write_count == 0
+        assert engine.pool.available == engine.pool.buffer_limit
+        assert torch.equal(fetch(engine, token, torch.arange(3 * 512)), torch.arange(3 * 512))
+        del token
+        engine.wait_until_idle()
+        assert engine.statistics().slots_in_use == 0
+    assert storage() is None
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_a_late_release_leaves_the_tensor_to_the_device(
+    tmp_path: Path, file: MemoryFile, cuda: FakeCuda, host: bool
+) -> None:
+    """The engine holds it until the last chunk has left; the stream that computes waits for none of them."""
+    cuda.device_is_fast = False
+    config = EngineConfig(ssd_dir=str(tmp_path), host_budget_bytes=8192)
+    with StandInEngine(config, file, cuda) as engine:
+        x = torch.arange(3 * 512)
+        storage = weakref.ref(x.untyped_storage())
+        token = engine.release(engine.offload(x, "x", link="graph", host=host), x, late=True)
+        assert engine.statistics().late_bytes == x.nbytes
+        assert cuda.current.events("wait") == []
+        assert threading.main_thread().name not in cuda.host_syncs
+        del x
+        assert storage() is not None
+        cuda.finish_all()
+        engine.wait_until_idle()
+        assert torch.equal(fetch(engine, token, torch.arange(3 * 512)), torch.arange(3 * 512))
+        entry = engine.find_entry(token)
+        assert entry is not None
+        assert entry.source is None
+    assert storage() is None
+
+
+def test_a_late_release_of_what_has_been_told_to_leave(engine: StandInEngine, cuda: FakeCuda) -> None:
+    """All copies are enqueued: the stream waits for them, and the memory may be used behind them."""
+    cuda.device_is_fast = False
+    x = torch.arange(1024)
+    storage = weakref.ref(x.untyped_storage())
+    token = engine.offload(x, "x", link="graph")
+    entry = engine.find_entry(token)
+    assert entry is not None
+    with engine._ledger.lock:  # an I/O thread may have taken one of the chunks
+        assert engine._ledger.progress.wait_for(lambda: entry.uncopied == 0, 60)
+    token = engine.release(token, x, late=True)
+    assert engine.statistics().late_bytes == 0
+    assert len(cuda.current.events("wait")) == 2
+    del x
+    assert storage() is None
+    cuda.finish_all()
+    engine.wait_until_idle()
+    assert torch.equal(fetch(engine, token, torch.arange(1024)), torch.arange(1024))
 
 
 def test_a_forwarded_chunk_waits_for_the_copy_out(engine: StandInEngine, cuda: FakeCuda, file: MemoryFile) -> None:

@@ -3,7 +3,8 @@
 ::
 
     held     copied out, and not written: the tier that the plan has chosen (``offload(..., host=True)``)
-    ahead    read from the file before backward asks for it, so that only the copy to the device is left
+    ahead    in the file as well, but read before backward asks for it, or written while backward was on already: only
+             the copy to the device is left
 
 Both give way. When somebody lacks a buffer, what is ahead is dropped, since the file has it, and what is held is
 written to the file. What is needed last goes first (Belady's rule).
@@ -137,6 +138,11 @@ class HostTier:
         """Whether there may be something left to read ahead."""
         return bool(self._entries_to_read or self._chunks_to_read)
 
+    def is_awaited(self, entry: Entry) -> bool:
+        """Whether the backward of its run is on and will ask for ``entry``."""
+        run = self._runs.get(entry)
+        return run is not None and run.asked_order is not None and run.asked_order < _order(entry) < math.inf
+
     def next_to_read(self) -> Chunk | None:
         """The chunk on disk that backward will need next, and has not asked for. Each is named once, and again when
         it was popped."""
@@ -146,7 +152,7 @@ class HostTier:
                 continue
             chunk = self._chunks_to_read.popleft()
             at_rest = chunk.state is ChunkState.ON_DISK and chunk.staging is None and not chunk.arriving
-            if at_rest and self._is_ahead(chunk.entry):
+            if at_rest and self.is_awaited(chunk.entry):
                 return chunk
         return None
 
@@ -166,11 +172,6 @@ class HostTier:
         if chunk is not None and self._runs[chunk.entry] is self._backward:
             self._chunks_to_read.appendleft(chunk)  # it is still needed before those that were not read yet
         return chunk
-
-    def _is_ahead(self, entry: Entry) -> bool:
-        """Whether the backward that is on will ask for ``entry``."""
-        run = self._runs.get(entry)
-        return run is not None and run.asked_order is not None and _order(entry) > run.asked_order
 
     def _pop_last(self, kept: dict[Entry, list[Chunk]]) -> Chunk | None:
         if not kept:

@@ -300,7 +300,7 @@ class ThreadLane(Lane):
     def _next_ahead(self) -> Task | None:
         if self._arriving_count >= max(1, self._thread_count - 1):
             return None
-        if self.pool.available <= self._thread_count + BUFFERS_FOR_READS:
+        if not self._may_read_ahead():
             return None
         chunk = self._tier.next_to_read()
         buffer = None if chunk is None else self.pool.acquire()
@@ -310,6 +310,9 @@ class ThreadLane(Lane):
         self._arriving_count += 1
         self._ledger.begin(chunk)
         return functools.partial(self._read_ahead, self._ledger.traffic.begin(Direction.READ), chunk, buffer)
+
+    def _may_read_ahead(self) -> bool:
+        return self.pool.available > self._thread_count + BUFFERS_FOR_READS
 
     def _make_room(self, wanted: int) -> bool:
         """Some of ``wanted`` copies or reads lack a buffer. True: one has come free now.
@@ -388,9 +391,11 @@ class ThreadLane(Lane):
             ledger.tidy()
         with ledger.lock:
             self._end(transfer, chunk, end_s, error)
-            chunk.staging = None
-            self.pool.drop_user(buffer)
             self._trace("write", chunk, began_ns, error)
+            if error is None and self._may_read_ahead() and self._tier.is_awaited(chunk.entry):
+                self._tier.add_ahead(chunk)  # else it would be read next
+            else:
+                self._drop_from_staging(chunk)
             self._written(chunk, kept)
             self._work.notify()
 

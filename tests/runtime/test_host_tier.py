@@ -1,6 +1,7 @@
 """The host tier and what is read ahead, on a stand-in for ``torch.cuda``."""
 
 import errno
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from ssdtrain_fx.errors import ActivationLostError
 from ssdtrain_fx.runtime.admission import BALANCE_LIMIT_S
 from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.trace import Trace
 from ssdtrain_fx.runtime.traffic import Direction
 
 ELEMENTS = 512
@@ -348,6 +350,38 @@ def test_reading_ahead_leaves_buffers_and_gives_way(start: Open, file: MemoryFil
     del token
     tokens.clear()
     check_all_is_free(engine)
+
+
+def test_what_is_written_while_backward_is_on_stays_for_it(start: Open, file: MemoryFile) -> None:
+    engine = start(thread_count=5)  # four hang in writes
+    file.writes_may_go_on.clear()
+    tokens = [leave(engine, number, reload_order=number) for number in range(4)]
+    y = ask(engine, tokens[1])
+    engine.wait(y, tokens[1])
+    file.writes_may_go_on.set()
+    engine.wait_until_idle()
+    assert engine.statistics().bytes_written == 4 * CHUNK_BYTES
+    assert engine.pool.used_bytes == 2 * CHUNK_BYTES
+    for number in (2, 3):
+        assert torch.equal(fetch(engine, tokens[number], value(number)), value(number))
+    assert file.read_count == 0
+    assert torch.equal(fetch(engine, tokens[0], value(0)), value(0))
+    tokens.clear()
+    check_all_is_free(engine)
+
+
+def test_the_trace_tells_what_was_read_ahead(start: Open) -> None:
+    engine = start()
+    tokens = [leave(engine, number, 2, reload_order=number) for number in range(3)]
+    engine.wait_until_idle()
+    engine.trace = Trace()
+    fetch(engine, tokens[0], value(0, 2))
+    engine.wait_until_idle()
+    events = json.loads(engine.trace.to_json())["traceEvents"]
+    counted = {name: sum(e["args"]["bytes"] for e in events if e["name"] == name) for name in ("read", "read ahead")}
+    statistics = engine.statistics()
+    assert counted["read ahead"] == statistics.read_ahead_bytes == 4 * CHUNK_BYTES
+    assert counted["read"] + counted["read ahead"] == statistics.bytes_read
 
 
 def test_a_second_backward_reads_ahead_again(start: Open, file: MemoryFile) -> None:

@@ -14,7 +14,7 @@ Guarantees:
 * Where the processor can read what the disk writes, reads go straight into the tensor; else through a staging buffer.
 * No thread waits for a staging buffer while it holds one, and copies leave one buffer to reads. So a staged write can
   always go on, each write frees a buffer, and nothing stops for ever. What is held in the host tier is the exception,
-  so it is written as soon as a copy or a read lacks a buffer and nothing that is under way will free one.
+  so it is written as soon as copies or reads lack buffers and fewer will come free than there are threads to use them.
 * Reading ahead leaves one buffer to each thread and one to reads, and one thread to what is asked for. What it has
   read is dropped when a copy or a read lacks a buffer. That it fails is no error: the read that is asked for will say.
 * The targets of reads without staging start on a page and own all pages that they touch. Nobody writes to these pages

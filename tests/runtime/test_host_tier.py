@@ -268,8 +268,11 @@ def test_admission_knows_the_host_tier(start: Open, file: MemoryFile) -> None:
     for count, (chunks, plan) in enumerate(dear, 1):
         tokens.append(leave(engine, 1 + count, chunks, **plan))
         assert engine.statistics().kept_for_time == count
-    tokens.append(leave(engine, 4, 1, host=True, out_s=0.0, back_s=0.0))
+    x = value(4)
+    token = engine.offload(x, "x4", host=True, out_s=0.0, back_s=0.0)
     assert engine.statistics().kept_for_time == 2
+    engine.wait_until_idle()  # nobody may wait for the copy
+    tokens.append(engine.release(token, x))
     for number, (token, chunks) in enumerate(zip(tokens, (2, 3, 1, 1), strict=True), 1):
         assert torch.equal(fetch(engine, token, value(number, chunks)), value(number, chunks))
 

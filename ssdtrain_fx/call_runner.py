@@ -57,7 +57,7 @@ def run_calls(calls: Sequence[Call], clock_for: ClockFor = clock_of, cuda: Any =
 
 
 def _run_calls(calls: Sequence[Call], clock_for: ClockFor, cuda: Any) -> list[Seconds]:
-    torch.get_num_threads()  # a new thread takes over the number of threads that was set when it asks for it
+    torch.get_num_threads()  # makes this thread know how many threads were set; a product would take one per core
     with torch.no_grad():
         seconds = [_run_call(call, clock_for, cuda) for call in calls]
         for _ in range(ROUNDS - 1):

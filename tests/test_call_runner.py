@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any
@@ -216,6 +218,34 @@ def test_settings_are_those_of_the_user_and_stay() -> None:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)
     assert set(seen) == {(True, 3)}
+
+
+COUNT_THREADS = """
+import os
+import torch
+from ssdtrain_fx.call_runner import run_calls
+from ssdtrain_fx.passes.node_calls import Call, TensorLayout
+square = TensorLayout(torch.float32, torch.device("cpu"), (160, 160), (160, 1))
+seen = []
+
+class Counting:
+    def seconds(self, call):
+        call()
+        seen.append(len(os.listdir("/proc/self/task")))
+        return 1e-6
+
+torch.set_num_threads(os.cpu_count() + 3)
+before = len(os.listdir("/proc/self/task"))
+run_calls([Call(torch.ops.aten.mm.default, (square, square), {}, torch.device("cpu"))], lambda device: Counting())
+print(seen[0] - before - os.cpu_count())
+"""
+
+
+def test_products_run_on_as_many_threads_as_the_user_has_set() -> None:
+    """A new thread would take one for each core: products do not ask torch, nor does filling small tensors."""
+    done = subprocess.run([sys.executable, "-c", COUNT_THREADS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 3
 
 
 def test_memory_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,8 @@ def run_one_pass(
     Example: ssdtrain-fx pass plan graph.json --option max_slowdown=0.1 --option hardware=profile.json
 
     Nothing is computed and no GPU is needed, whatever device the graph is for; but costs and plans then need the
-    profile of the machine that it is for (ssdtrain-fx probe --json).
+    profile of the machine that it is for (ssdtrain-fx probe --json). Only --option costs=measured runs ops, on that
+    device.
 
     Exit code: 0 done, 1 the graph breaks an invariant, 2 wrong usage, 3 the graph cannot be read or the pass cannot be
     run.

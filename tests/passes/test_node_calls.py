@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.analysis import Analysis, analyse
+from ssdtrain_fx.passes.choose_recomputations import propose_recomputations
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.node_calls import (
     Call,
@@ -24,6 +25,7 @@ from ssdtrain_fx.passes.node_calls import (
     measure_nodes,
 )
 from ssdtrain_fx.passes.node_costs import estimate_node_seconds
+from ssdtrain_fx.passes.plan_offloads import pose_problem
 from ssdtrain_fx.testing import TOYS, capture_step, capture_toy, toy_hardware
 
 aten = torch.ops.aten
@@ -134,6 +136,30 @@ def test_what_cannot_be_run_falls_back_and_is_listed() -> None:
     assert all(analysis.node_s[at] == roofline[at] for at in broken)
     assert analysis.cost_sources.unmeasured == (Unmeasured("aten.addmm", "it is broken", len(broken)),)
     assert str(analysis.cost_sources).endswith(f"; not measured: {len(broken)} x aten.addmm (it is broken)")
+
+
+@pytest.mark.parametrize(("slow", "again"), [(aten.mm.default, aten.mul.Tensor), (aten.mul.Tensor, aten.mm.default)])
+def test_what_is_made_again_is_chosen_by_measured_times(slow: object, again: object) -> None:
+    """x -> mm -> mul -> mm -> mul -> ...: by roofline all take a millisecond; measured, one op takes a second."""
+
+    class Slow(MadeUp):
+        def of(self, calls: Sequence[Call]) -> Mapping[str, Seconds]:
+            return {call.key: 1.0 if call.target is slow else 1e-6 for call in calls}
+
+    def function(x: Tensor, *weights: Tensor) -> Tensor:
+        for weight in weights:
+            h = x @ weight
+            x = h * h
+        return x.sum()
+
+    weights = (torch.randn(16, 16, requires_grad=True) for _ in range(4))
+    joint = capture_step(function, torch.randn(512, 16, requires_grad=True), *weights).join()
+    analysis = priced(joint, Slow(), fused=False)
+    problem = pose_problem(analysis, hardware=HARDWARE)
+    *_, proposed = propose_recomputations(analysis, problem, hardware=HARDWARE, inner="aot_eager")
+    allocators = [analysis.alias_sets.storages[one.storage_idx].allocator for one in proposed]
+    assert again in [node.target for node in allocators]
+    assert slow not in [node.target for node in allocators]
 
 
 def test_sizes_that_depend_on_data_are_not_measured() -> None:

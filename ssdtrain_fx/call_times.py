@@ -11,7 +11,7 @@ Two measurements are never quite equal, and a plan depends on them. So what is s
 * A file is there completely or not at all. One that cannot be used is replaced by one of another generation, with a
   warning; where nothing can be stored, a process has a generation of its own.
 
-Together: the same generation and graph give the same plan. To measure again, delete the file.
+Together: the same generation, hardware profile and graph give the same plan. To measure again, delete the file.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import errno
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from runtime_fakes import FakeCuda, MemoryFile, StandInEngine, fetch, offload
 from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError
+from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.admission import BALANCE_LIMIT_S
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.trace import Trace
 from ssdtrain_fx.runtime.traffic import Direction
+from ssdtrain_fx.testing import analyse, assert_same_bits, capture_toy, save_all
 
 ELEMENTS = 512
 CHUNK_BYTES = 4096  # of 512 elements
@@ -275,6 +277,33 @@ def test_admission_knows_the_host_tier(start: Open, file: MemoryFile) -> None:
     tokens.append(engine.release(token, x))
     for number, (token, chunks) in enumerate(zip(tokens, (2, 3, 1, 1), strict=True), 1):
         assert torch.equal(fetch(engine, token, value(number, chunks)), value(number, chunks))
+
+
+def test_a_plan_with_a_host_tier_is_carried_out(
+    file: MemoryFile, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole step: the same bits, and what was planned to stay has stayed."""
+
+    def open_engine(config: EngineConfig, handles: Iterator[int]) -> StandInEngine:
+        engines.append(StandInEngine(config, file, cuda, handles=handles))
+        return engines[-1]
+
+    engines: list[StandInEngine] = []
+    ops.close()
+    monkeypatch.setattr(ops._engines, "_open_engine", open_engine)
+    step = capture_toy("deep", partition=save_all)
+    analysis = analyse(step, min_tensor_bytes=2048)
+    plan = analysis.plan(policy="all", disk=1e9, host_bytes=2048 * 2)
+    joint = analysis.rewrite(plan)
+    assert_same_bits(step.run(joint), step.run())
+    (engine,) = engines
+    engine.wait_until_idle()
+    statistics = engine.statistics()
+    assert plan.on_host
+    assert statistics.host_bytes == 2048 * len(plan.on_host)
+    assert statistics.demoted_bytes == 0
+    assert statistics.bytes_written + statistics.cancelled_bytes == 2048 * (len(plan.offloaded) - len(plan.on_host))
+    ops.close()
 
 
 # -- reading ahead -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ Checked means: the source of that version was read. Only 2.13 is run by the test
 | ``meta["inductor_realize_to_strides"]`` | 2.13 | a recomputed tensor may get another layout |
 | ``_functorch._aot_autograd.descriptors`` | 2.13 | graph logs lose labels; inputs of a graph stay in memory |
 | ``_dynamo.backends.common.aot_autograd`` | 2.11 2.13 2.15 | no ``inner="aot_eager"`` |
+| ``fx._lazy_graph_module._LazyGraphModule`` | 2.13 | planning takes a fifth longer |
 | ``multiprocessing.reductions.StorageWeakRef`` | 2.11 2.13 2.15 | no alias sets, no deduplication |
 | ``_dynamo.config``, ``_dynamo.exc.BackendCompilerFailed`` | 2.13 | ``explain`` hits the recompile limit |
 | ``_subclasses.fake_tensor``, ``_ops.OpOverload``, ``utils._pytree`` | 2.13 | no graph analysis |
@@ -45,6 +46,7 @@ __all__ = [
     "compile_apart",
     "fake_on",
     "functorch_config_patch",
+    "graph_module",
     "input_number",
     "is_saved_descriptor",
     "is_tangent",
@@ -129,6 +131,13 @@ def is_tangent(descriptor: object) -> bool:
     from torch._functorch._aot_autograd import descriptors
 
     return isinstance(descriptor, descriptors.TangentAOTInput)
+
+
+def graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
+    """A GraphModule that becomes Python code when somebody runs or prints it, and not whenever the graph has changed."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph, class_name)
 
 
 def functorch_config_patch(**changes: Any) -> AbstractContextManager[None]:

@@ -73,7 +73,7 @@ class ScheduledJointGraph:
         for node in self.graph.nodes:
             env[node] = graph.node_copy(node, env.__getitem__)
             env[node].meta = dict(node.meta)
-        gm = fx.GraphModule(self.gm, graph, class_name=type(self.gm).__name__)
+        gm = _torch_private.graph_module(self.gm, graph, type(self.gm).__name__)
         gm.meta = dict(self.gm.meta)
         saved, backward_inputs = (tuple(env[node] for node in nodes) for nodes in (self.saved, self.backward_inputs))
         return dataclasses.replace(self, gm=gm, saved=saved, backward_inputs=backward_inputs), env
@@ -130,7 +130,7 @@ def join(
         )
     )
     output.meta["desc"] = (_descriptors(forward.graph)[:num_forward_outputs], _descriptors(backward.graph))
-    gm = fx.GraphModule(_attributes(forward, backward), graph, class_name="ScheduledJointGraph")
+    gm = _torch_private.graph_module(_attributes(forward, backward), graph, "ScheduledJointGraph")
     gm.meta = dict(forward.meta)
     return ScheduledJointGraph(
         gm=gm,
@@ -210,7 +210,7 @@ def _extract(
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
     graph.lint()
-    extracted = fx.GraphModule(gm, graph)
+    extracted = _torch_private.graph_module(gm, graph, "GraphModule")
     extracted.meta = dict(gm.meta)
     return extracted
 

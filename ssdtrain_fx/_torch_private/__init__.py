@@ -17,7 +17,8 @@ Checked means: the source of that version was read. Only 2.13 is run by the test
 | ``_functorch._aot_autograd.descriptors`` | 2.13 | graph logs lose labels; inputs of a graph stay in memory |
 | ``_dynamo.backends.common.aot_autograd`` | 2.11 2.13 2.15 | no ``inner="aot_eager"`` |
 | ``fx._lazy_graph_module._LazyGraphModule`` | 2.13 | planning takes a fifth longer |
-| ``multiprocessing.reductions.StorageWeakRef`` | 2.11 2.13 2.15 | no alias sets, no deduplication |
+| ``multiprocessing.reductions.StorageWeakRef`` | 2.11 2.13 2.15 | no deduplication |
+| ``UntypedStorage._cdata`` | 2.11 2.13 2.15 | no alias sets |
 | ``_dynamo.config``, ``_dynamo.exc.BackendCompilerFailed`` | 2.13 | ``explain`` hits the recompile limit |
 | ``_subclasses.fake_tensor``, ``_ops.OpOverload``, ``utils._pytree`` | 2.13 | no graph analysis |
 """
@@ -81,7 +82,7 @@ def leaves_by_path(value: object) -> dict[str, Any]:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """An identity shared by all (fake) tensors that view one storage. Valid while one of them is alive."""
-    return cast(int, StorageWeakRef(tensor.untyped_storage()).cdata)
+    return cast(int, tensor.untyped_storage()._cdata)
 
 
 def fake_on(device: torch.device, value: torch.Tensor, fake_mode: FakeTensorMode) -> FakeTensor:
@@ -134,7 +135,7 @@ def is_tangent(descriptor: object) -> bool:
 
 
 def graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
-    """A GraphModule that becomes Python code when somebody runs or prints it, and not whenever the graph has changed."""
+    """A GraphModule that becomes Python code when somebody runs or prints it, not whenever its graph has changed."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph, class_name)

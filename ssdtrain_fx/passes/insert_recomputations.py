@@ -67,8 +67,7 @@ def insert_recomputations(
         readers = {user for node in on_storage for user in node.users if user in in_backward}
         if not readers:
             raise InternalError(f"nothing in backward reads storage {recomputation.storage_idx} ({on_storage}).")
-        first_reader = next(node for node in joint.graph.nodes if node in readers)
-        with joint.graph.inserting_before(first_reader):
+        with joint.graph.inserting_before(min(readers)):  # nodes compare by their place in the graph
             copies = copy_nodes(joint.graph, recomputation.nodes, alias_sets)
         made = alias_sets.storages[recomputation.storage_idx].members[0].name
         for node, copy in copies.items():
@@ -138,10 +137,11 @@ def find_saved(joint: ScheduledJointGraph) -> tuple[fx.Node, ...]:
     in_backward = set(nodes[boundary + 1 : -1])
     gradients = {node for node in joint.gradients if isinstance(node, fx.Node)}
     forward = [node for node in nodes[:boundary] if node.op != "get_attr" and node not in joint.backward_inputs]
-    read = [node for node in forward if node in gradients or not in_backward.isdisjoint(node.users)]
+    read = dict.fromkeys(node for node in forward if node in gradients or not in_backward.isdisjoint(node.users))
     values = [node for node in joint.saved if not is_symbol(node) and node in read]
     symbols = [node for node in joint.saved if is_symbol(node)]
-    new = [node for node in read if node not in joint.saved]
+    known = {*joint.saved}
+    new = [node for node in read if node not in known]
     return (
         *(node for node in new if not is_symbol(node)),
         *values,

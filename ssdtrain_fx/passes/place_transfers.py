@@ -28,13 +28,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-import operator
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
 from ssdtrain_fx.passes.assign_tiers import fill_host_tier
-from ssdtrain_fx.passes.simulate import Simulation, live_bytes, simulate
+from ssdtrain_fx.passes.simulate import Simulation, peak_bytes, simulate, simulate_within
 from ssdtrain_fx.passes.transfer_problem import Movable, Placement, Placements, TransferProblem
 
 HASTES = (0.8, 1.0, 2.0, 4.0, float("inf"))
@@ -76,9 +75,10 @@ def choose_lowest_peak(
     found += _beginnings(problem, hastes, allowed_s=allowed_s)
     found.sort(key=lambda choice: choice.peak_bytes)  # stable: the smaller haste wins
     best = found[0]
+    floor = floor_bytes(problem)
     tries = max_tried_positions // max(1, len(problem.node_s))
     for start in found:
-        improved, tries = _improve(problem, start, allowed_s=allowed_s, tries=tries)
+        improved, tries = _improve(problem, start, allowed_s=allowed_s, floor=floor, tries=tries)
         if improved.peak_bytes < best.peak_bytes:
             best = improved
     return _thin(problem, best, goal_bytes=best.peak_bytes, allowed_s=allowed_s)
@@ -104,7 +104,7 @@ def choose_all(problem: TransferProblem) -> Choice:
 
 def floor_bytes(problem: TransferProblem) -> int:
     """The working-set floor: the peak when everything is away wherever nothing reads it, at any cost in time."""
-    return _choice(problem, problem.movables, float("inf")).peak_bytes
+    return peak_bytes(problem, _place_filled(problem, problem.movables, float("inf")))
 
 
 def place(
@@ -138,12 +138,13 @@ class _Clock:
 
     @classmethod
     def of(cls, problem: TransferProblem, chosen: Iterable[Movable]) -> _Clock:
-        extra_s = [0.0] * len(problem.node_s)
+        extra_s = np.zeros(len(problem.node_s))
         for movable in chosen:
             extra_s[movable.complete] += problem.blocks_out_s(movable.size_bytes)
             extra_s[movable.wait] += problem.blocks_in_s(movable.size_bytes)
-        *reached_s, _ = itertools.accumulate(map(operator.add, problem.node_s, extra_s), initial=0.0)
-        return cls(reached_s, list(map(operator.add, reached_s, extra_s)))
+        reached_s = np.zeros(len(extra_s) + 1)
+        np.cumsum(problem.node_seconds + extra_s, out=reached_s[1:])
+        return cls(reached_s[:-1].tolist(), (reached_s[:-1] + extra_s).tolist())
 
 
 def _place_releases(
@@ -210,9 +211,27 @@ def _place_reloads(
     return reloads
 
 
+def _place_filled(problem: TransferProblem, chosen: Sequence[Movable], haste: float) -> dict[int, Placement]:
+    return place(problem, chosen, haste, on_host=fill_host_tier(problem.host, chosen))
+
+
 def _choice(problem: TransferProblem, chosen: Sequence[Movable], haste: float) -> Choice:
-    placements = place(problem, chosen, haste, on_host=fill_host_tier(problem.host, chosen))
+    placements = _place_filled(problem, chosen, haste)
     return Choice(placements, simulate(problem, placements), haste)
+
+
+def _choice_within(
+    problem: TransferProblem, chosen: Sequence[Movable], haste: float, *, allowed_s: float, allowed_bytes: int
+) -> Choice | None:
+    """The same if it exposes no more than ``allowed_s`` and has no higher peak than ``allowed_bytes``; None otherwise.
+
+    What is refused is mostly refused before it is simulated, which takes the most time.
+    """
+    placements = _place_filled(problem, chosen, haste)
+    if peak_bytes(problem, placements) > allowed_bytes:
+        return None
+    simulation = simulate_within(problem, placements, allowed_s=allowed_s)
+    return None if simulation is None else Choice(placements, simulation, haste)
 
 
 def _grow(
@@ -221,17 +240,18 @@ def _grow(
     """Take storages in the order of their rank for as long as the simulation accepts them."""
     chosen: list[Movable] = []
     best = _choice(problem, chosen, haste)
+    best_bytes = best.peak_bytes
     waiting = list(ranked)
     refusals = 0
     run = 1
-    while waiting and best.peak_bytes > goal_bytes and refusals < MAX_REFUSALS:
+    while waiting and best_bytes > goal_bytes and refusals < MAX_REFUSALS:
         run = min(run, len(waiting))
-        found = _choice(problem, [*chosen, *waiting[:run]], haste)
-        accepted = found.simulation.exposed_s <= allowed_s and found.peak_bytes <= best.peak_bytes
-        if accepted:
-            chosen += waiting[:run]
+        more = [*chosen, *waiting[:run]]
+        found = _choice_within(problem, more, haste, allowed_s=allowed_s, allowed_bytes=best_bytes)
+        if found is not None:
+            chosen = more
             del waiting[:run]
-            best = found
+            best, best_bytes = found, found.peak_bytes
             run *= 2
         elif run > 1:
             run = max(1, run // 4)
@@ -252,25 +272,27 @@ def _beginnings(problem: TransferProblem, hastes: Iterable[float], *, allowed_s:
                 yield found
 
 
-def _improve(problem: TransferProblem, choice: Choice, *, allowed_s: float, tries: int) -> tuple[Choice, int]:
+def _improve(
+    problem: TransferProblem, choice: Choice, *, allowed_s: float, floor: int, tries: int
+) -> tuple[Choice, int]:
     """Local search: change one or two storages so that the peak falls, for as long as one can be found.
 
     Returns the best choice and how many of the ``tries`` are left.
     """
-    best = choice
-    floor = floor_bytes(problem)
+    best, best_bytes = choice, choice.peak_bytes
     improved = True
-    while improved and best.peak_bytes > floor:
+    while improved and best_bytes > floor:
         improved = False
         for placements in _neighbours(problem, best):
             if tries == 0:
                 return best, 0
             tries -= 1
-            if max(live_bytes(problem, placements)) >= best.peak_bytes:
+            if peak_bytes(problem, placements) >= best_bytes:
                 continue
-            found = Choice(placements, simulate(problem, placements), best.haste)
-            if found.simulation.exposed_s <= allowed_s:
-                best, improved = found, True
+            simulation = simulate_within(problem, placements, allowed_s=allowed_s)
+            if simulation is not None:
+                best, improved = Choice(placements, simulation, best.haste), True
+                best_bytes = best.peak_bytes
                 break
     return best, tries
 
@@ -332,10 +354,9 @@ def _thin(problem: TransferProblem, choice: Choice, *, goal_bytes: int, allowed_
         run = min(run, len(order) - first)
         dropped = {movable.idx for movable in order[first : first + run]}
         kept = [movable for movable in chosen if movable.idx not in dropped]
-        found = _choice(problem, kept, choice.haste)
-        if found.peak_bytes <= goal_bytes and found.simulation.exposed_s <= min(
-            allowed_s, best.simulation.exposed_s + 1e-12
-        ):
+        still_allowed_s = min(allowed_s, best.simulation.exposed_s + 1e-12)
+        found = _choice_within(problem, kept, choice.haste, allowed_s=still_allowed_s, allowed_bytes=goal_bytes)
+        if found is not None:
             chosen, best = kept, found
             first += run
             run *= 2
@@ -377,7 +398,7 @@ def _rank(problem: TransferProblem, waiting: Sequence[Movable], alone: Placement
     Each one takes its bytes out of the span where it would be away if it had the SSD to itself. The next one is the
     first whose span covers the present peak.
     """
-    profile = np.array(live_bytes(problem, {}), dtype=np.int64)
+    profile = problem.kept_live_bytes.copy()
     release = np.array([alone[movable.idx].release for movable in waiting], dtype=np.int64)
     reload = np.array([alone[movable.idx].reload for movable in waiting], dtype=np.int64)
     ranked: list[Movable] = []

@@ -22,12 +22,20 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-import operator
+import math
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.transfer_problem import Movable, Placements, Step, TransferProblem
+
+ChannelName = Literal["write", "read", "staging", "copy_out", "copy_in"]
+
+ROUNDING = 1e-9
+"""Share of the step that sums of seconds in another order may differ by, at the very most."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class Transfer:
     the ways of the host tier."""
 
     idx: int
-    channel: Literal["write", "read", "staging", "copy_out", "copy_in"]
+    channel: ChannelName
     begin_s: float
     end_s: float
 
@@ -98,6 +106,19 @@ def simulate(problem: TransferProblem, placements: Placements, *, record: bool =
     Raises:
         ValueError: the host tier is asked to hold more than its budget.
     """
+    found = simulate_within(problem, placements, allowed_s=math.inf, record=record)
+    assert found is not None
+    return found
+
+
+def simulate_within(
+    problem: TransferProblem, placements: Placements, *, allowed_s: float, record: bool = False
+) -> Simulation | None:
+    """The same if it exposes at most ``allowed_s``; None, as soon as that is known, if it exposes more."""
+    if problem.recompute_s + sum(_blocked_s(problem, placements)) > allowed_s + ROUNDING * problem.step_s:
+        return None
+    give_up_s = allowed_s - problem.recompute_s + ROUNDING * problem.step_s
+    elapsed_s = problem.elapsed_s
     channels = _Channels(problem)
     left_s: dict[int, float] = {}
     back_s: dict[int, float] = {}
@@ -107,11 +128,12 @@ def simulate(problem: TransferProblem, placements: Placements, *, record: bool =
     recorded: list[Event] = []
     now = 0.0
     position = 0
+    node_s = problem.node_s
     for at, step, movable in _events(problem, placements):
         if at > position:
             # The nodes in front of this event run one after the other.
-            *starts, now = itertools.accumulate(problem.node_s[position:at], initial=now)
-            start_s += starts
+            start_s += itertools.accumulate(node_s[position:at], initial=now)
+            now = start_s.pop()
             position = at
         idx, size_bytes = movable.idx, movable.size_bytes
         begin = now
@@ -123,18 +145,24 @@ def simulate(problem: TransferProblem, placements: Placements, *, record: bool =
             if left_s[idx] > now:
                 release_stall_s[idx] = left_s[idx] - now
                 now = left_s[idx]
+                if now - elapsed_s[at] > give_up_s:
+                    return None
         elif step is Step.WAIT:
             if back_s[idx] > now:
                 wait_stall_s[idx] = back_s[idx] - now
                 now = back_s[idx]
+                if now - elapsed_s[at] > give_up_s:
+                    return None
         else:
             now += problem.blocks_in_s(size_bytes)
             bring = channels.unstage if placements[idx].tier == "host" else channels.read
             back_s[idx] = bring(movable, now)
         if record:
             recorded.append(Event(idx, step, begin, now))
-    *starts, now = itertools.accumulate(problem.node_s[position:], initial=now)
-    start_s += starts
+    start_s += itertools.accumulate(node_s[position:], initial=now)
+    now = start_s.pop()
+    if now - problem.step_s > allowed_s:
+        return None
     return Simulation(
         live_bytes=live_bytes(problem, placements),
         start_s=tuple(start_s),
@@ -148,22 +176,46 @@ def simulate(problem: TransferProblem, placements: Placements, *, record: bool =
         staging_peak_bytes=channels.staging_peak_bytes,
         host_peak_bytes=channels.host_bytes,
         events=tuple(recorded),
-        transfers=(*channels.writes(), *channels.reads, *channels.copies) if record else (),
+        transfers=(
+            *channels.writes(),
+            *itertools.starmap(Transfer, channels.reads),
+            *itertools.starmap(Transfer, channels.copies),
+        )
+        if record
+        else (),
     )
+
+
+def _blocked_s(problem: TransferProblem, placements: Placements) -> Iterator[float]:
+    """What moving takes of the compute stream even if nothing stalls."""
+    for movable in problem.movables:
+        if movable.idx in placements:
+            yield problem.blocks_out_s(movable.size_bytes) + problem.blocks_in_s(movable.size_bytes)
 
 
 def live_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, ...]:
     """Live bytes at every position when the storages in ``placements`` are moved."""
-    change = [0] * (len(problem.node_s) + 1)
-    for movable in problem.movables:
-        size_bytes = movable.size_bytes
-        change[movable.start] += size_bytes
-        change[movable.end] -= size_bytes
-        placement = placements.get(movable.idx)
-        if placement is not None:
-            change[placement.release] -= size_bytes
-            change[placement.reload] += size_bytes
-    return tuple(map(operator.add, problem.fixed_live_bytes, itertools.accumulate(change)))
+    return tuple(_live_bytes(problem, placements).tolist())
+
+
+def peak_bytes(problem: TransferProblem, placements: Placements) -> int:
+    """Their maximum, in less time."""
+    return int(_live_bytes(problem, placements).max(initial=0))
+
+
+def _live_bytes(problem: TransferProblem, placements: Placements) -> NDArray[np.int64]:
+    moved = [
+        (placement.release, placement.reload, movable.size_bytes)
+        for movable in problem.movables
+        if (placement := placements.get(movable.idx)) is not None
+    ]
+    if not moved:
+        return problem.kept_live_bytes
+    release, reload, size_bytes = np.array(moved, dtype=np.int64).T
+    change = np.zeros(len(problem.node_s) + 1, dtype=np.int64)
+    np.subtract.at(change, release, size_bytes)
+    np.add.at(change, reload, size_bytes)
+    return problem.kept_live_bytes + np.cumsum(change[:-1])
 
 
 def host_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, ...]:
@@ -186,14 +238,20 @@ def _events(problem: TransferProblem, placements: Placements) -> list[tuple[int,
             continue
         at_once = placement.release == movable.complete
         needed_at_once = placement.reload == movable.wait
-        events += [
+        events += (
             (movable.complete, Step.OFFLOAD, movable),
             (placement.release, Step.RELEASE_AT_ONCE if at_once else Step.RELEASE, movable),
             (placement.reload, Step.RELOAD_AT_ONCE if needed_at_once else Step.RELOAD, movable),
             (movable.wait, Step.WAIT, movable),
-        ]
+        )
     # The sort is stable: equal keys stay in the order of the movables, as insert_offloads has it.
-    return sorted(events, key=operator.itemgetter(0, 1))
+    events.sort(key=_place_in_order)
+    return events
+
+
+def _place_in_order(event: tuple[int, Step, Movable]) -> int:
+    """One number is compared faster than two."""
+    return event[0] * len(Step) + event[1]
 
 
 class _Channels:
@@ -228,8 +286,8 @@ class _Channels:
         self.staging_peak_bytes = 0
         self.host_bytes = 0
         """Held by the host tier. Everything that leaves does so before anything comes back."""
-        self.reads: list[Transfer] = []
-        self.copies: list[Transfer] = []
+        self.reads: list[tuple[int, ChannelName, float, float]] = []
+        self.copies: list[tuple[int, ChannelName, float, float]] = []
 
     def write(self, movable: Movable, begin_s: float, end_s: float) -> float:
         """Put a storage into the write queue. Returns when it has left its tensor.
@@ -255,7 +313,7 @@ class _Channels:
             raise ValueError(f"a placement is for another problem: {found}.")
         copied_s = self._copy_out(size_bytes, end_s)
         copy_s = 0.0 if self._hardware.copies_block_compute else self._hardware.copy_out.transfer_s(size_bytes)
-        self.copies.append(Transfer(movable.idx, "copy_out", copied_s - copy_s, copied_s))
+        self.copies.append((movable.idx, "copy_out", copied_s - copy_s, copied_s))
         return copied_s
 
     def _copy_out(self, size_bytes: int, at_s: float) -> float:
@@ -280,7 +338,7 @@ class _Channels:
         begin_s = max(at_s, self._copied_in_s)
         copy_s = 0.0 if hardware.copies_block_compute else hardware.copy_in.transfer_s(movable.size_bytes)
         self._copied_in_s = begin_s + copy_s
-        self.copies.append(Transfer(movable.idx, "copy_in", begin_s, self._copied_in_s))
+        self.copies.append((movable.idx, "copy_in", begin_s, self._copied_in_s))
         return self._copied_in_s
 
     def read(self, movable: Movable, at_s: float) -> float:
@@ -291,7 +349,7 @@ class _Channels:
         if self._written_s < self._queued_s[self._turn_of[movable.idx]]:
             self.forwarded_bytes += size_bytes
             copy_s = 0.0 if hardware.copies_block_compute else hardware.copy_in.transfer_s(size_bytes)
-            self.reads.append(Transfer(movable.idx, "staging", begin_s, begin_s + copy_s))
+            self.reads.append((movable.idx, "staging", begin_s, begin_s + copy_s))
             return begin_s + copy_s
         need_s = hardware.read.transfer_s(size_bytes)
         self.read_busy_s += need_s
@@ -300,7 +358,7 @@ class _Channels:
         self._written_s += both_s * share
         self._read_s = self._written_until_s = begin_s + both_s + (need_s - both_s * share)
         self._progress += [(begin_s + both_s, self._written_s), (self._read_s, self._written_s)]
-        self.reads.append(Transfer(movable.idx, "read", begin_s, self._read_s))
+        self.reads.append((movable.idx, "read", begin_s, self._read_s))
         return self._read_s
 
     def writes(self) -> Iterator[Transfer]:

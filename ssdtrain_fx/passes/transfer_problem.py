@@ -24,8 +24,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import itertools
 from collections.abc import Mapping
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ssdtrain_fx.hardware import Hardware
 
@@ -79,9 +84,12 @@ class HostTier:
         return -(-size_bytes // self.chunk_bytes) * self.chunk_bytes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferProblem:
-    """Everything that a placement depends on."""
+    """Everything that a placement depends on.
+
+    What many placements of one problem share is computed once (for that it has no ``__slots__``).
+    """
 
     node_s: tuple[float, ...]
     marker: int
@@ -94,10 +102,30 @@ class TransferProblem:
     host: HostTier | None = None
     """None: everything that leaves goes to the SSD."""
 
-    @property
+    @functools.cached_property
     def step_s(self) -> float:
         """Time of the step when nothing is moved or recomputed."""
         return sum(self.node_s) - self.recompute_s
+
+    @functools.cached_property
+    def elapsed_s(self) -> tuple[float, ...]:
+        """When every node starts, and the last one ends, if nothing is moved."""
+        return tuple(itertools.accumulate(self.node_s, initial=0.0))
+
+    @functools.cached_property
+    def node_seconds(self) -> NDArray[np.float64]:
+        """``node_s`` as an array. Nobody may write to it."""
+        return np.array(self.node_s, dtype=np.float64)
+
+    @functools.cached_property
+    def kept_live_bytes(self) -> NDArray[np.int64]:
+        """Live bytes at every position with everything in memory. Nobody may write to it."""
+        change = [0] * (len(self.node_s) + 1)
+        for movable in self.movables:
+            change[movable.start] += movable.size_bytes
+            change[movable.end] -= movable.size_bytes
+        moving = list(itertools.accumulate(change))[: len(self.node_s)]
+        return np.array(self.fixed_live_bytes, dtype=np.int64) + np.array(moving, dtype=np.int64)
 
     def blocks_out_s(self, size_bytes: int) -> float:
         """Compute-stream time of one offload and its release, stalls not included."""

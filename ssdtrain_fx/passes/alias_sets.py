@@ -62,6 +62,29 @@ class AliasSets:
         found = self.by_node[node]
         return self.storages[found[0]] if found else None
 
+    def of_copy(self, copy_of: Mapping[fx.Node, fx.Node]) -> AliasSets:
+        """Those of a copy of the graph.
+
+        Args:
+            copy_of: what became of every node.
+        """
+
+        def copied(nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
+            return tuple(copy_of[node] for node in nodes)
+
+        return AliasSets(
+            storages=tuple(
+                dataclasses.replace(
+                    storage,
+                    allocator=copy_of[storage.allocator],
+                    members=copied(storage.members),
+                    holders=copied(storage.holders),
+                )
+                for storage in self.storages
+            ),
+            by_node={copy_of[node]: held for node, held in self.by_node.items()},
+        )
+
 
 def find_alias_sets(graph: fx.Graph) -> AliasSets:
     """Group the nodes of ``graph`` by storage. Needs ``meta["val"]`` on every node that makes a tensor."""

@@ -15,7 +15,7 @@ from ssdtrain_fx.passes.fuse_intervals import fuse_intervals
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.liveness import LiveInterval, find_live_intervals
 from ssdtrain_fx.passes.node_calls import CostSources, MeasuredNodes, Times, measure_nodes
-from ssdtrain_fx.passes.node_costs import estimate_node_seconds, find_fused_kernels
+from ssdtrain_fx.passes.node_costs import NodeFacts, estimate_node_seconds, find_fused_kernels
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class Analysis:
     """Inputs that may move. Empty unless the graph is one of a chain."""
     measured: MeasuredNodes = dataclasses.field(default_factory=MeasuredNodes)
     """Which of ``node_s`` were measured; all others are by roofline."""
+    facts: NodeFacts | None = None
+    """What ``node_s`` were estimated from, for whoever estimates again."""
 
     @property
     def cost_sources(self) -> CostSources:
@@ -59,9 +61,10 @@ def analyse(
     alias_sets = find_alias_sets(joint.graph)
     activations = find_activations(joint)
     intervals = find_live_intervals(joint.graph, alias_sets, activations)
+    facts = NodeFacts(joint, alias_sets)
     if fused:
-        intervals = fuse_intervals(intervals, find_fused_kernels(joint, alias_sets), alias_sets)
-    node_s = estimate_node_seconds(joint, alias_sets, hardware, fused=fused)
+        intervals = fuse_intervals(intervals, find_fused_kernels(joint, alias_sets, found=facts), alias_sets)
+    node_s = estimate_node_seconds(joint, alias_sets, hardware, fused=fused, facts=facts)
     measured = MeasuredNodes() if times is None else measure_nodes(joint, alias_sets, times, fused=fused)
     return Analysis(
         joint=joint,
@@ -69,6 +72,7 @@ def analyse(
         candidates=find_candidates(joint, alias_sets, min_tensor_bytes=min_tensor_bytes, activations=activations),
         intervals=intervals,
         node_s=measured.replace_in(joint, node_s),
+        facts=facts,
         activations=activations,
         measured=measured,
     )

@@ -33,7 +33,7 @@ def propose_recomputations(
     if not found:
         return ()
     # Node by node: what a copy is fused with is not known yet, so this is the most that it takes.
-    node_s = estimate_node_seconds(analysis.joint, analysis.alias_sets, hardware, fused=False)
+    node_s = estimate_node_seconds(analysis.joint, analysis.alias_sets, hardware, fused=False, facts=analysis.facts)
     seconds = dict(zip(analysis.joint.graph.nodes, analysis.measured.replace_in(analysis.joint, node_s), strict=True))
     moving_s = {
         movable.idx: problem.blocks_out_s(movable.size_bytes) + problem.blocks_in_s(movable.size_bytes)

@@ -54,8 +54,31 @@ class _Kind(enum.Enum):
     KERNEL = "is never fused"
 
 
+class NodeFacts:
+    """What the costs of all nodes of one graph depend on: found once, for its kernels and for its seconds."""
+
+    def __init__(self, joint: ScheduledJointGraph, alias_sets: AliasSets) -> None:
+        self._alias_sets = alias_sets
+        self._facts = [_Fact.of(node, alias_sets) for node in joint.graph.nodes]
+
+    @property
+    def facts(self) -> Sequence[_Fact]:
+        return self._facts
+
+    @functools.cached_property
+    def groups(self) -> Sequence[int]:
+        """The fused group of every position, named by one of its members."""
+        position_of = {fact.node: position for position, fact in enumerate(self._facts)}
+        return _fuse(self._facts, position_of, self._alias_sets)
+
+
 def estimate_node_seconds(
-    joint: ScheduledJointGraph, alias_sets: AliasSets, hardware: Hardware, *, fused: bool = True
+    joint: ScheduledJointGraph,
+    alias_sets: AliasSets,
+    hardware: Hardware,
+    *,
+    fused: bool = True,
+    facts: NodeFacts | None = None,
 ) -> tuple[float, ...]:
     """Seconds of every position of ``joint``.
 
@@ -64,11 +87,11 @@ def estimate_node_seconds(
 
     Args:
         fused: False for ``inner="aot_eager"``, which runs node by node: then every node is a group of its own.
+        facts: of this graph, where somebody has found them already.
     """
-    facts = [_Fact.of(node, alias_sets) for node in joint.graph.nodes]
-    position_of = {fact.node: position for position, fact in enumerate(facts)}
-    groups = _fuse(facts, position_of, alias_sets) if fused else list(range(len(facts)))
-    return _price(facts, groups, alias_sets, hardware, fused=fused)
+    facts = NodeFacts(joint, alias_sets) if facts is None else facts
+    groups = facts.groups if fused else range(len(facts.facts))
+    return _price(facts.facts, groups, alias_sets, hardware, fused=fused)
 
 
 def takes_time(node: fx.Node, alias_sets: AliasSets) -> bool:
@@ -109,11 +132,16 @@ class FusedKernel:
     """Made here for members alone: they never reach memory."""
 
 
-def find_fused_kernels(joint: ScheduledJointGraph, alias_sets: AliasSets) -> tuple[FusedKernel, ...]:
-    """The groups behind :func:`estimate_node_seconds`, in the order of their last members."""
-    facts = [_Fact.of(node, alias_sets) for node in joint.graph.nodes]
-    position_of = {fact.node: position for position, fact in enumerate(facts)}
-    groups = _fuse(facts, position_of, alias_sets)
+def find_fused_kernels(
+    joint: ScheduledJointGraph, alias_sets: AliasSets, *, found: NodeFacts | None = None
+) -> tuple[FusedKernel, ...]:
+    """The groups behind :func:`estimate_node_seconds`, in the order of their last members.
+
+    Args:
+        found: facts of this graph, where somebody has found them already.
+    """
+    found = NodeFacts(joint, alias_sets) if found is None else found
+    facts, groups = found.facts, found.groups
     maker: dict[int, int] = {}
     for fact, group in zip(facts, groups, strict=True):
         if fact.kind is not _Kind.FREE:

@@ -19,7 +19,6 @@ from torch import fx
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.hardware import Hardware
-from ssdtrain_fx.passes.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.analysis import Analysis, analyse
 from ssdtrain_fx.passes.apply_policy import apply_policy
 from ssdtrain_fx.passes.chains import name_link
@@ -31,10 +30,12 @@ from ssdtrain_fx.passes.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.insert_recomputations import insert_recomputations
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, join, split
 from ssdtrain_fx.passes.node_calls import CostSources, Times
+from ssdtrain_fx.passes.place_transfers import floor_bytes
 from ssdtrain_fx.passes.plan import Plan
 from ssdtrain_fx.passes.plan_offloads import add_recomputations, plan_offloads, pose_problem
 from ssdtrain_fx.passes.policy import Budget
 from ssdtrain_fx.passes.run_custom_passes import run_custom_passes
+from ssdtrain_fx.passes.simulate import ROUNDING
 from ssdtrain_fx.passes.sink_matrix_products import sink_matrix_products
 from ssdtrain_fx.passes.transfer_problem import TransferProblem
 from ssdtrain_fx.passes.verify_offloads import verify_offloads
@@ -179,8 +180,11 @@ def _choose(analysis: Analysis, config: OffloadConfig, hardware: Hardware, times
     found: list[_Planned] = []
     errors: list[BudgetError] = []
     for recomputations in ((), *proposed):
+        rewritten, posed = _recompute(analysis, problem, recomputations, config, hardware, times)
+        if recomputations and _cannot_win(rewritten, posed, found, config):
+            continue
         try:
-            found.append(_plan(analysis, problem, recomputations, config, hardware, times))
+            found.append(_plan(analysis, rewritten, posed, recomputations, config))
         except BudgetError as error:
             errors.append(error)
     if not found:
@@ -193,23 +197,52 @@ def _choose(analysis: Analysis, config: OffloadConfig, hardware: Hardware, times
     return min(allowed or found[:1], key=lambda one: (one.plan.peak_after_bytes, one.plan.exposed_s))
 
 
-def _plan(
+def _recompute(
     analysis: Analysis,
     problem: TransferProblem,
     recomputations: Sequence[Recomputation],
     config: OffloadConfig,
     hardware: Hardware,
     times: Times | None,
+) -> tuple[Analysis, TransferProblem]:
+    """What is left to plan when ``recomputations`` are made; the graph itself is not touched."""
+    if not recomputations:
+        return analysis, problem
+    joint, copy_of = analysis.joint.copy()
+    copied = [dataclasses.replace(one, nodes=tuple(copy_of[node] for node in one.nodes)) for one in recomputations]
+    joint = insert_recomputations(joint, analysis.alias_sets.of_copy(copy_of), copied)
+    rewritten = _analyse(joint, config, hardware, times)
+    return rewritten, pose_problem(rewritten, hardware=hardware, step_s=problem.step_s, host=problem.host)
+
+
+def _cannot_win(analysis: Analysis, problem: TransferProblem, found: Sequence[_Planned], config: OffloadConfig) -> bool:
+    """Is one of ``found`` better than every plan for ``problem``? Asked before one is made, which takes its time.
+
+    No plan exposes less than what runs again, and none has a peak below the floor.
+    """
+    least_s = problem.recompute_s - ROUNDING * problem.step_s
+    if config.memory_budget_bytes is not None:
+        return any(one.plan.exposed_s < least_s for one in found)
+    if least_s > config.max_slowdown * problem.step_s:
+        return True
+    if analysis.activations:
+        return False
+    least = (floor_bytes(problem), least_s)
+    return any(
+        (one.plan.peak_after_bytes, one.plan.exposed_s) <= least
+        for one in found
+        if one.plan.slowdown <= config.max_slowdown
+    )
+
+
+def _plan(
+    analysis: Analysis,
+    rewritten: Analysis,
+    problem: TransferProblem,
+    recomputations: Sequence[Recomputation],
+    config: OffloadConfig,
 ) -> _Planned:
-    """Plan the offloads of what is left when ``recomputations`` are made; the graph itself is not touched."""
-    if recomputations:
-        joint, copy_of = analysis.joint.copy()
-        copied = [dataclasses.replace(one, nodes=tuple(copy_of[node] for node in one.nodes)) for one in recomputations]
-        joint = insert_recomputations(joint, find_alias_sets(joint.graph), copied)
-        rewritten = _analyse(joint, config, hardware, times)
-        problem = pose_problem(rewritten, hardware=hardware, step_s=problem.step_s, host=problem.host)
-    else:
-        rewritten = analysis
+    """Plan the offloads of what :func:`_recompute` has left."""
     plan = plan_offloads(
         rewritten,
         problem,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from graphs import matrix, names
@@ -165,3 +167,14 @@ def test_storages_partition_the_tensors_of_a_graph(name: str, partition: Partiti
     for storage in alias_sets.storages:
         assert all(positions[storage.allocator] <= positions[node] for node in storage.members)
     assert named(analysis.joint.graph, "primals_1").op == "placeholder"
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_a_copy_has_the_same_alias_sets(name: str) -> None:
+    """Carried over node by node, or found in the copy: no difference."""
+    joint = capture_toy(name).join()
+    copy, copy_of = joint.copy()
+    carried, found = find_alias_sets(joint.graph).of_copy(copy_of), find_alias_sets(copy.graph)
+    assert carried.by_node == found.by_node
+    for one, other in zip(carried.storages, found.storages, strict=True):
+        assert all(getattr(one, field.name) == getattr(other, field.name) for field in dataclasses.fields(one))

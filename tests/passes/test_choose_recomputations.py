@@ -16,12 +16,13 @@ from torch import Tensor
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes import pipeline
 from ssdtrain_fx.passes.joint_graph import join
 from ssdtrain_fx.passes.op_targets import OFFLOAD, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 from ssdtrain_fx.passes.plan import Keep, Offload, Plan, Recompute
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.testing import TOYS, CapturedStep, assert_same_bits, capture_step, capture_toy, toy_hardware
+from ssdtrain_fx.testing import TOYS, CapturedStep, assert_same_bits, capture_step, capture_toy, save_all, toy_hardware
 
 
 def machine(disk_bytes_per_s: float) -> Hardware:
@@ -151,3 +152,22 @@ def test_a_mixed_plan_lists_every_storage_once() -> None:
     assert len(set(names)) == len(names)
     assert {storage.name for storage in plain.storages} <= set(names)
     assert dataclasses.replace(mixed.peak_before, source="") == dataclasses.replace(plain.peak_before, source="")
+
+
+@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("options", [{"max_slowdown": 0.1}, {"max_slowdown": 5.0}, {"memory_budget_bytes": 1 << 13}])
+@pytest.mark.parametrize("disk", [1.0, 1e4, 1e9])
+def test_what_is_not_planned_for_could_not_have_won(
+    name: str, options: dict[str, Any], disk: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same plan, whether every proposal is planned for or only those that may win."""
+
+    def plan() -> str:
+        try:
+            return rewrite(capture_toy(name, partition=save_all), disk=disk, **options).plan.to_json()
+        except BudgetError as error:
+            return str(error)
+
+    found = plan()
+    monkeypatch.setattr(pipeline, "_cannot_win", lambda *_: False)
+    assert found == plan()

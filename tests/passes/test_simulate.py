@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from problems import transfer_problems
 
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.passes.place_transfers import place
-from ssdtrain_fx.passes.simulate import Simulation, host_bytes, simulate
+from ssdtrain_fx.passes.simulate import Simulation, host_bytes, live_bytes, peak_bytes, simulate, simulate_within
 from ssdtrain_fx.passes.transfer_problem import HostTier, Movable, Placement, Step, TransferProblem
 from ssdtrain_fx.testing import toy_hardware
 
@@ -318,3 +319,34 @@ def test_transfers_take_turns_and_add_up(random_problem: TransferProblem) -> Non
 def test_nothing_is_told_unasked() -> None:
     result = simulate(problem(A), {0: Placement(release=3, reload=7)})
     assert (result.events, result.transfers) == ((), ())
+
+
+@given(transfer_problems(), st.sampled_from([0.8, 1.0, 4.0]), st.floats(0, 2), st.integers(0, 2**32))
+def test_giving_up_early_gives_up_on_nothing_that_is_allowed(
+    drawn: TransferProblem, haste: float, share: float, seed: int
+) -> None:
+    """Asked for at most some exposed time, the simulation answers exactly where the full one stays within it."""
+    chosen = random.Random(seed).sample(drawn.movables, k=len(drawn.movables) // 2)
+    placements = place(drawn, chosen, haste)
+    full = simulate(drawn, placements)
+    for allowed_s in (share * full.exposed_s, full.exposed_s):
+        found = simulate_within(drawn, placements, allowed_s=allowed_s)
+        assert found == (full if full.exposed_s <= allowed_s else None)
+
+
+@given(transfer_problems(), st.integers(0, 2**32))
+def test_live_bytes_count_what_is_there(drawn: TransferProblem, seed: int) -> None:
+    """Position by position, storage by storage."""
+    placements = place(drawn, random.Random(seed).sample(drawn.movables, k=len(drawn.movables) // 2), 1.0)
+
+    def is_there(movable: Movable, position: int) -> bool:
+        placement = placements.get(movable.idx)
+        away = placement is not None and placement.release <= position < placement.reload
+        return movable.start <= position < movable.end and not away
+
+    expected = tuple(
+        fixed + sum(movable.size_bytes for movable in drawn.movables if is_there(movable, position))
+        for position, fixed in enumerate(drawn.fixed_live_bytes)
+    )
+    assert live_bytes(drawn, placements) == expected
+    assert peak_bytes(drawn, placements) == max(expected)

@@ -169,5 +169,9 @@ def test_what_is_not_planned_for_could_not_have_won(
             return str(error)
 
     found = plan()
-    monkeypatch.setattr(pipeline, "_cannot_win", lambda *_: False)
+
+    def never(*arguments: object) -> bool:
+        return False
+
+    monkeypatch.setattr(pipeline, "_cannot_win", never)
     assert found == plan()

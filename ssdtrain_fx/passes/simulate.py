@@ -34,6 +34,7 @@ from ssdtrain_fx.passes.transfer_problem import Movable, Placements, Step, Trans
 
 ChannelName = Literal["write", "read", "staging", "copy_out", "copy_in"]
 
+NUM_STEPS = len(Step)
 ROUNDING = 1e-9
 """Share of the step that sums of seconds in another order may differ by, at the very most."""
 
@@ -251,7 +252,7 @@ def _events(problem: TransferProblem, placements: Placements) -> list[tuple[int,
 
 def _place_in_order(event: tuple[int, Step, Movable]) -> int:
     """One number is compared faster than two."""
-    return event[0] * len(Step) + event[1]
+    return event[0] * NUM_STEPS + event[1]
 
 
 class _Channels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import Any
 
 import pytest
@@ -175,3 +176,18 @@ def test_what_is_not_planned_for_could_not_have_won(
 
     monkeypatch.setattr(pipeline, "_cannot_win", never)
     assert found == plan()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
+    """Behind a plan, and behind an error."""
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        rewrite(capture_toy("mlp"))
+        assert gc.isenabled() == enabled
+        with pytest.raises(BudgetError):
+            rewrite(capture_toy("mlp"), memory_budget_bytes=1)
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -96,9 +96,9 @@ class OffloadConfig:
     minute, and what would hold up the step stays in memory anyway. Graphs with dynamic shapes keep their plan."""
 
     io: IOPath = "auto"
-    """``posix`` goes through host memory by threads, ``kvikio`` straight from GPU to file; ``auto`` takes the
-    faster one of those that work. ``aio`` moves CPU tensors by Linux native AIO, without threads: less processor time,
-    no faster so far."""
+    """``posix`` goes through host memory by threads, ``kvikio`` straight from GPU to file, ``aio`` moves CPU tensors by
+    Linux native AIO, without threads. ``auto``: on a GPU the faster one of those that work; for CPU tensors ``aio``
+    where the kernel and the file system have it, else threads."""
 
     checksum: bool = False
     """Verify every byte that comes back from the file, by XXH3 of 64 bits (costs some CPU time)."""

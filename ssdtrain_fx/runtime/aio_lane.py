@@ -1,11 +1,11 @@
 """A lane for CPU tensors without threads: the ops drive it, and the kernel moves the data (native AIO).
 
-Why: see :mod:`ssdtrain_fx.runtime.aio`. What is left to the ops is one ``memmove`` per chunk on the way out, and
+Why: see :mod:`ssdtrain_fx.runtime.aio`. What is left to the ops is one copy per chunk on the way out, and
 nothing on the way back: the disk reads straight into the tensor that ``reload`` returns.
 
 ::
 
-    offload   source --memmove--> staging buffer --io_submit--> file      while there are buffers; the rest is queued
+    offload   source ---copy---> staging buffer --io_submit--> file      while there are buffers; the rest is queued
     any op    takes note of what is over, and goes on with what is queued: reads first
     release   goes on until every byte of the tensor has been copied
     reload    file --io_submit--> y
@@ -214,7 +214,8 @@ class AioLane(Lane):
         source = entry.source
         assert source is not None
         began_ns = time.perf_counter_ns()
-        ctypes.memmove(buffer.address, source.address + chunk.start, chunk.length)
+        # On all of torch's threads, which have nothing else to do while this one is here.
+        buffer.as_bytes(chunk.length).copy_(source.as_bytes()[chunk.start : chunk.start + chunk.length])
         if self._checksum:
             chunk.checksum = checksum_of(buffer.view[: chunk.length])
         chunk.staging, chunk.state = buffer, ChunkState.STAGED

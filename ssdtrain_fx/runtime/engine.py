@@ -96,7 +96,7 @@ class Engine:
         self.config = config
         self._handles = itertools.count(1) if handles is None else handles
         self._cuda = cuda
-        self._open_aio = KernelAio if open_aio is None and config.io == "aio" else open_aio
+        self._open_aio = KernelAio if open_aio is None and config.io in ("auto", "aio") else open_aio
         self._chunk_bytes = chunk_bytes
         self._clock = clock
         may_use_kvikio(config.io, cuda)  # an error now rather than at the first CUDA tensor

@@ -26,10 +26,11 @@ import contextlib
 import ctypes
 import mmap
 
+import torch
 from torch import Tensor
 
 CHUNK_BYTES = 2 << 20
-CPU_BUDGET_BYTES = 12 << 20
+CPU_BUDGET_BYTES = 16 << 20
 HUGE_PAGE_BYTES = 2 << 20
 CUDA_BUDGET_BYTES = 1 << 30
 MIN_BUFFERS = 2
@@ -52,6 +53,10 @@ class StagingBuffer:
         self.users = 0
         self.pinned: Tensor | None = None
         """The same memory as a tensor that a device can copy from and to, once a mover has registered it."""
+
+    def as_bytes(self, byte_count: int) -> Tensor:
+        """The first ``byte_count`` bytes, at least one, as a uint8 tensor over the same memory."""
+        return torch.frombuffer(self.view, dtype=torch.uint8, count=byte_count)
 
 
 class StagingPool:

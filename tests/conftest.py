@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 from ssdtrain_fx.runtime import ops
+
+# No test fails on a time: one collection of garbage in a process that has compiled a lot takes longer than is allowed.
+hypothesis.settings.register_profile(
+    "ssdtrain_fx", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("ssdtrain_fx")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ssdtrain_fx.clocks import Clock, clock_of
 from ssdtrain_fx.passes.node_calls import Call, Seconds, TensorLayout
+from ssdtrain_fx.probe_kernels import BUSY_KERNEL_S
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +38,6 @@ LONG_S = 0.1
 
 SHORTEST_S = 1e-9
 """Nothing takes no time, whatever the resolution of a clock."""
-
-BUSY_KERNEL_S = 1e-3
-"""A hundred times what an empty kernel takes on a CPU: then its threads wait for a processor."""
 
 MAX_REASON = 200
 """Letters of an error that are kept."""

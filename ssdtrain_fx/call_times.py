@@ -19,12 +19,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import json
 import logging
 import math
 import os
-import re
 import tempfile
 import threading
 import uuid
@@ -38,7 +36,7 @@ from ssdtrain_fx.call_runner import run_calls
 from ssdtrain_fx.machine import cpu_model
 from ssdtrain_fx.passes.node_calls import Call, Seconds
 from ssdtrain_fx.probe_hardware import device_name
-from ssdtrain_fx.profile_store import profile_directory
+from ssdtrain_fx.profile_store import key_file_name, profile_directory
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +63,7 @@ class TimesKey:
     @property
     def file_name(self) -> str:
         """Readable, and different for every key."""
-        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()
-        device = re.sub(r"[^A-Za-z0-9]+", "-", self.device)
-        return f"node-times-{device}-{self.threads}-threads-{digest[:16]}.json"
+        return f"node-times-{key_file_name(dataclasses.asdict(self))}"
 
 
 def times_key(device: str) -> TimesKey:

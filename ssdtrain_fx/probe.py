@@ -24,13 +24,11 @@ from ssdtrain_fx.probe_hardware import (
     ignore,
     measure_hardware,
 )
+from ssdtrain_fx.probe_kernels import BUSY_KERNEL_S
 from ssdtrain_fx.profile_store import profile_key, profile_path, read_profile, store_profile
 from ssdtrain_fx.runtime.directory import check_directories
 
 log = logging.getLogger(__name__)
-
-BUSY_KERNEL_S = 1e-3
-"""A hundred times what it takes. Then the threads of a kernel wait for a processor, and no figure is worth keeping."""
 
 MAX_PROBES = 3
 """How often a machine that was disturbed is measured again."""

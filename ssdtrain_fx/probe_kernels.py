@@ -17,6 +17,10 @@ from ssdtrain_fx.clocks import Clock
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.probe_effort import MIB, Effort
 
+BUSY_KERNEL_S = 1e-3
+"""Of an empty kernel on a CPU: a hundred times what it takes. Then its threads wait for a processor, and no figure is
+worth keeping."""
+
 
 def shortest_s(clock: Clock, call: Callable[[], object], effort: Effort) -> float:
     """The shortest of many runs: on a busy machine some run undisturbed as long as each takes only a millisecond."""

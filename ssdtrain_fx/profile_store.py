@@ -23,7 +23,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,8 +54,13 @@ class ProfileKey:
     @property
     def file_name(self) -> str:
         """Readable, and different for every key."""
-        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()
-        return f"{re.sub(r'[^A-Za-z0-9]+', '-', self.device)}-{self.threads}-threads-{digest[:16]}.json"
+        return key_file_name(dataclasses.asdict(self))
+
+
+def key_file_name(key: Mapping[str, Any]) -> str:
+    """A name for what is kept under ``key``, which has a ``device`` and ``threads``."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', key['device'])}-{key['threads']}-threads-{digest[:16]}.json"
 
 
 def profile_key(device_name: str, directories: Sequence[str]) -> ProfileKey:

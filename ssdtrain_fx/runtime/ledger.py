@@ -205,10 +205,11 @@ class Fill:
         """The bytes cannot be had. The first error counts.
 
         Without its traceback: that holds the frames of the op that met the error, these hold the token, and the token
-        would keep the entry, which holds this fill, for ever.
+        would keep the entry, which holds this fill, for ever. Frames of an I/O thread hold the tensor, and the error.
         """
+        error = error.with_traceback(None)
         if self.error is None:
-            self.error = error.with_traceback(None)
+            self.error = error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

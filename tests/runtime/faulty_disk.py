@@ -21,7 +21,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from runtime_fakes import FakeCuda, StandInEngine, no_aio
+from runtime_fakes import FakeCuda, KvikioStandInEngine, StandInEngine, no_aio
+from torch import Tensor
 
 from ssdtrain_fx.runtime.aio import WRITE
 from ssdtrain_fx.runtime.config import EngineConfig
@@ -30,7 +31,7 @@ from ssdtrain_fx.runtime.spill_file import bytes_done
 
 CHUNK_BYTES = 4096
 
-LaneKind = Literal["aio", "threads", "cuda"]
+LaneKind = Literal["aio", "threads", "cuda", "kvikio"]
 Operation = Literal["write", "read", "grow"]
 
 
@@ -96,7 +97,9 @@ class FaultyDisk:
         self.capacity_bytes: int | None = None
         self.chunk_bytes = CHUNK_BYTES
         self.cuda = FakeCuda()
-        """What stands for the device of the lane "cuda"."""
+        """What stands for the device of the lanes "cuda" and "kvikio"."""
+        self.kvikio = FaultyKvikio(self)
+        self.files: list[FaultyFile] = []
         self.counts: collections.Counter[Operation] = collections.Counter()
         self.struck: list[tuple[Operation, int]] = []
         """The operations that a fault met, with their offsets."""
@@ -187,20 +190,23 @@ class FaultyDisk:
                 self.let_go()
                 self.cuda.finish_all()
 
+    def check_closed(self) -> None:
+        """Nothing is open any more."""
+        assert all(file.closed for file in self.files)
+        assert self.kvikio.open_count == 0
+
     def open_engine(self, lane: LaneKind, config: EngineConfig, handles: Iterator[int] | None = None) -> Engine:
         file = FaultyFile(self, direct=lane == "aio")
+        common: dict[str, Any] = {"chunk_bytes": self.chunk_bytes, "clock": self.clock, "handles": handles}
         if lane == "cuda":
-            return StandInEngine(
-                config, file, self.cuda, chunk_bytes=self.chunk_bytes, clock=self.clock, handles=handles
-            )
-        return Engine(
-            config,
-            handles=handles,
-            open_file=lambda _: file,
-            open_aio=(lambda: FaultyAio(self)) if lane == "aio" else no_aio,
-            chunk_bytes=self.chunk_bytes,
-            clock=self.clock,
-        )
+            engine = StandInEngine(config, file, self.cuda, **common)
+        elif lane == "kvikio":
+            engine = KvikioStandInEngine(config, self.kvikio, self.cuda, open_file=lambda _: file, **common)
+        else:
+            open_aio = (lambda: FaultyAio(self)) if lane == "aio" else no_aio
+            engine = Engine(config, open_file=lambda _: file, open_aio=open_aio, **common)
+        self.files.append(file)
+        return engine
 
 
 class FaultyFile:
@@ -315,3 +321,63 @@ class FaultyAio:
     def close(self) -> None:
         """As io_destroy does, this would wait for the disk."""
         assert not self._disk.is_hanging
+
+
+class FaultyKvikio:
+    """The disk as the module ``kvikio`` shows it: errors without an errno, and no second try for what is missing."""
+
+    def __init__(self, disk: FaultyDisk) -> None:
+        self.disk = disk
+        self.open_count = 0
+
+    def CuFile(self, path: str, flags: str) -> _Handle:
+        assert (path, flags) == ("/proc/self/fd/-1", "r+")  # see FaultyFile.locate
+        self.open_count += 1
+        return _Handle(self)
+
+
+class _Handle:
+    def __init__(self, kvikio: FaultyKvikio) -> None:
+        self._kvikio = kvikio
+        self._closed = False
+
+    def pwrite(self, data: Tensor, size: int, file_offset: int, task_size: int) -> _Future:
+        return self._begin("write", data, size, file_offset, task_size)
+
+    def pread(self, data: Tensor, size: int, file_offset: int, task_size: int) -> _Future:
+        return self._begin("read", data, size, file_offset, task_size)
+
+    def close(self) -> None:
+        assert not self._kvikio.disk.is_hanging
+        assert not self._closed
+        self._closed = True
+        self._kvikio.open_count -= 1
+
+    def _begin(self, operation: Operation, data: Tensor, size: int, file_offset: int, task_size: int) -> _Future:
+        assert not self._closed
+        assert size == data.numel() == task_size  # in pieces, some would go on when another one has failed
+        effects = self._kvikio.disk.begin(operation, file_offset)
+        return _Future(self._kvikio.disk, operation, effects, data, file_offset)
+
+
+class _Future:
+    """What was begun is carried out here, by the thread that asks for its result."""
+
+    def __init__(
+        self, disk: FaultyDisk, operation: Operation, effects: list[Effect], data: Tensor, offset_bytes: int
+    ) -> None:
+        self._disk = disk
+        self._operation: Operation = operation
+        self._effects = effects
+        self._data: list[Tensor] = [data]
+        self._offset_bytes = offset_bytes
+
+    def get(self) -> int:
+        data = self._data.pop()  # a second call raises, as in KvikIO
+        if Hang() in self._effects:
+            self._disk.hang()
+        try:
+            memory = memoryview(data.numpy())
+            return self._disk.carry_out(self._operation, self._effects, memory, self._offset_bytes)
+        except OSError as error:
+            raise RuntimeError(f"POSIX error on p{self._operation}: {error.strerror}") from error

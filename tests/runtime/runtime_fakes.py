@@ -18,6 +18,7 @@ from ssdtrain_fx.runtime.aio import WRITE, Aio, AioUnavailableError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.kvikio_choice import Kvikio
 from ssdtrain_fx.runtime.lane import Lane
 from ssdtrain_fx.runtime.patience import Clock
 from ssdtrain_fx.runtime.spill_file import ChunkFile
@@ -290,6 +291,18 @@ class FakeCuda:
         self.device_is_fast = True
         for event in self.unfinished:
             event.finish()
+
+
+class KvikioStandInEngine(Engine):
+    """CPU tensors take the path of CUDA tensors that go through KvikIO, whose part ``module`` plays."""
+
+    def __init__(self, config: EngineConfig, module: object, cuda: FakeCuda | None = None, **options: Any) -> None:
+        super().__init__(config, cuda=cuda or FakeCuda(), choose_kvikio=lambda *_: Kvikio(module, gds=True), **options)
+
+    def _make_lane(self, device_type: str) -> Lane:
+        lane = super()._make_lane("cuda")
+        lane.chunk_bytes = self._chunk_bytes or lane.chunk_bytes
+        return lane
 
 
 class StandInEngine(Engine):

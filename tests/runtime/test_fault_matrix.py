@@ -13,6 +13,7 @@ import gc
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,7 +40,7 @@ from torch import Tensor, fx
 
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.dynamo_backend import backend
-from ssdtrain_fx.errors import ActivationLostError, StalledDiskError
+from ssdtrain_fx.errors import ActivationLostError, ConfigError, StalledDiskError
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
@@ -47,7 +48,9 @@ from ssdtrain_fx.runtime.statistics import Statistics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LANES: list[LaneKind] = ["aio", "threads", "cuda"]
+CHECKING_LANES: list[LaneKind] = ["aio", "threads", "cuda"]
+"""Bytes come by the processor: they can be checked, and what is missing can be asked for again."""
+LANES: list[LaneKind] = [*CHECKING_LANES, "kvikio"]
 DISK_ERRORS = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ENODEV, errno.ESTALE]
 WIDTH = 40
 TENSOR_BYTES = WIDTH * WIDTH * 4  # 6400: two chunks
@@ -57,6 +60,7 @@ CHUNKS = 2 * TENSORS
 PLACES = {"first": 0, "middle": CHUNKS // 2, "last": CHUNKS - 1}
 
 by_lane = pytest.mark.parametrize("lane", LANES)
+by_checking_lane = pytest.mark.parametrize("lane", CHECKING_LANES)
 by_place = pytest.mark.parametrize("number", PLACES.values(), ids=PLACES)
 by_error = pytest.mark.parametrize("error", DISK_ERRORS, ids=errno.errorcode.get)
 
@@ -167,6 +171,15 @@ def start(
     for disk in disks:
         disk.let_go()
     ops.close()
+    for disk in disks:
+        disk.check_closed()
+
+
+def told(lane: LaneKind, operation: Operation, error: int) -> tuple[int, str]:
+    """How an error of the disk reaches the user: its number and its text. KvikIO's own errors carry no number."""
+    if lane == "kvikio":
+        return errno.EIO, f"KvikIO {operation}: POSIX error on p{operation}: {os.strerror(error)}"
+    return error, os.strerror(error)
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -201,7 +214,8 @@ def test_a_failed_write(
     assert (statistics.kept, statistics.kept_bytes + statistics.bytes_written) == (2, 2 * TENSORS * TENSOR_BYTES)
     step.check_nothing_is_left()
     (warning,) = warnings_in(caplog)
-    assert f"cannot write to {FaultyFile.path} (errno {error}: {os.strerror(error)})" in warning
+    number, text = told(lane, "write", error)
+    assert f"cannot write to {FaultyFile.path} (errno {number}: {text})" in warning
 
 
 @by_lane
@@ -247,7 +261,8 @@ def test_a_disk_that_is_full_at_any_moment(start: Callable[..., Step], lane: Lan
 def test_a_failed_read(start: Callable[..., Step], lane: LaneKind, number: int, error: int) -> None:
     disk = FaultyDisk(Fault("read", number, Fail(error)))
     step = start(disk, lane)
-    check_lost(step, disk, f"[Errno {error}] {os.strerror(error)}")
+    number, text = told(lane, "read", error)
+    check_lost(step, disk, f"[Errno {number}] {text}")
     step.run()
     step.check_nothing_is_left()
 
@@ -264,7 +279,7 @@ def check_lost(step: Step, disk: FaultyDisk, cause: str) -> None:
     assert f"from bytes {slot.offset_bytes}..{slot.end_bytes} of {FaultyFile.path}: {cause}" in message
 
 
-@by_lane
+@by_checking_lane
 @by_place
 @pytest.mark.parametrize("operation", ["write", "read"])
 def test_a_short_transfer_is_continued(
@@ -289,7 +304,7 @@ def test_a_write_that_moves_nothing(start: Callable[..., Step], lane: LaneKind, 
     step.check_nothing_is_left()
 
 
-@by_lane
+@by_checking_lane
 @by_place
 def test_a_read_that_moves_nothing(start: Callable[..., Step], lane: LaneKind, number: int) -> None:
     disk = FaultyDisk(Fault("read", number, Short(0)))
@@ -297,6 +312,48 @@ def test_a_read_that_moves_nothing(start: Callable[..., Step], lane: LaneKind, n
     check_lost(step, disk, "[Errno 5] short read: 0 of 4096 bytes at offset ")
     step.run()
     step.check_nothing_is_left()
+
+
+@by_place
+@pytest.mark.parametrize("byte_count", [0, 100])
+def test_a_short_transfer_through_kvikio_is_an_error(
+    start: Callable[..., Step], number: int, byte_count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is left out by the write stays in memory, of what is left out by the read there is no other copy."""
+    disk = FaultyDisk(Fault("write", number, Short(byte_count)), Fault("read", 0, Short(byte_count)))
+    step = start(disk, "kvikio")
+    check_lost(step, disk, f"[Errno 5] short KvikIO read: {byte_count} of ")
+    assert step.settled().kept == 1
+    (warning,) = warnings_in(caplog)
+    assert f"errno 5: short KvikIO write: {byte_count} of " in warning
+    step.run()
+    step.check_nothing_is_left()
+
+
+@by_lane
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_an_error_holds_no_tensor(start: Callable[..., Step], lane: LaneKind, operation: Operation) -> None:
+    """Neither that of the first chunk, which is told, nor that of the second one."""
+    engine = start(FaultyDisk(Fault(operation, None, Fail(errno.EIO))), lane).engine
+    told: ActivationLostError | None = None
+    gc.disable()
+    try:
+        x = torch.arange(1024)
+        storages = [weakref.ref(x.untyped_storage())]
+        token = engine.release(engine.offload(x, "x"), x)
+        engine.wait_until_idle()
+        y = engine.reload(token, x.size(), x.stride(), x.dtype, x.device)
+        storages.append(weakref.ref(y.untyped_storage()))
+        try:
+            engine.wait(y, token)
+        except ActivationLostError as error:
+            told = error.with_traceback(None)
+        assert (told is None) == (operation == "write")
+        del x, y
+        ops.close()  # the threads are gone
+        assert [storage() for storage in storages] == [None, None]
+    finally:
+        gc.enable()
 
 
 # -- the host tier and what is read ahead ------------------------------------------------------------------------------
@@ -396,7 +453,7 @@ def test_reads_that_all_fail_ahead_and_asked_for(start: Callable[..., Step]) -> 
 # -- damage, with checksums --------------------------------------------------------------------------------------------
 
 
-@by_lane
+@by_checking_lane
 @by_place
 @pytest.mark.parametrize("operation", ["write", "read"])
 def test_a_torn_transfer(start: Callable[..., Step], lane: LaneKind, number: int, operation: Operation) -> None:
@@ -407,7 +464,7 @@ def test_a_torn_transfer(start: Callable[..., Step], lane: LaneKind, number: int
     step.check_nothing_is_left()
 
 
-@by_lane
+@by_checking_lane
 @given(
     operation=st.sampled_from(["write", "read"]),
     number=st.integers(0, CHUNKS - 1),
@@ -432,6 +489,21 @@ def test_damage_of_any_byte(
         step.check_gradients()
     ((_, offset_bytes),) = disk.struck
     assert ("checksum mismatch" in message) == (offset_bytes % SLOT_BYTES + position < TENSOR_BYTES)
+
+
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_kvikio_cannot_tell_damage_so_checksums_are_refused(
+    start: Callable[..., Step], operation: Operation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is not insisted on, checksums send tensors through host memory."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    disk = FaultyDisk(Fault(operation, 0, Torn(512)))
+    with pytest.raises(ConfigError, match='checksum=True needs io="posix"'):
+        start(disk, "kvikio", checksum=True, io="kvikio")
+    assert not disk.files
+    step = start(disk, "kvikio", checksum=True, io="auto")
+    assert "checksum mismatch" in step.lose(step.forward_to_disk())
+    step.check_nothing_is_left()
 
 
 # -- slow and hanging --------------------------------------------------------------------------------------------------

@@ -1,20 +1,20 @@
 """The KvikIO path, on a stand-in for the module. The real one: test_kvikio_real.py."""
 
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from runtime_fakes import FakeCuda, fetch, offload
+from runtime_fakes import FakeCuda, KvikioStandInEngine, fetch, offload
 from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError, ConfigError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.kvikio_choice import Kvikio
-from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover
-from ssdtrain_fx.runtime.lane import Lane
+from ssdtrain_fx.runtime.kvikio_io import KvikioLane
+from ssdtrain_fx.runtime.ledger import Chunk
 
 
 class FakeFuture:
@@ -34,13 +34,17 @@ class FakeKvikio:
         self.short: set[str] = set()
         self.calls: list[tuple[str, int, int]] = []
         self.closed = False
+        self.now_s = 0.0
+        """A transfer takes a second."""
 
     def CuFile(self, path: str, flags: str) -> "FakeKvikio":
         self._descriptor = os.open(path, os.O_RDWR)
         return self
 
-    def _transfer(self, verb: str, data: Tensor, size: int, file_offset: int) -> FakeFuture:
+    def _transfer(self, verb: str, data: Tensor, size: int, file_offset: int, task_size: int) -> FakeFuture:
         self.calls.append((verb, size, file_offset))
+        assert task_size == size  # in pieces, some would go on when another one has failed
+        self.now_s += 1
         if verb in self.failing:
             return FakeFuture(RuntimeError("POSIX error: no space"))
         if verb in self.short:
@@ -49,26 +53,15 @@ class FakeKvikio:
             return FakeFuture(os.pwrite(self._descriptor, memoryview(data.numpy()), file_offset))
         return FakeFuture(os.preadv(self._descriptor, [memoryview(data.numpy())], file_offset))
 
-    def pwrite(self, data: Tensor, size: int, file_offset: int) -> FakeFuture:
-        return self._transfer("pwrite", data, size, file_offset)
+    def pwrite(self, data: Tensor, size: int, file_offset: int, task_size: int) -> FakeFuture:
+        return self._transfer("pwrite", data, size, file_offset, task_size)
 
-    def pread(self, data: Tensor, size: int, file_offset: int) -> FakeFuture:
-        return self._transfer("pread", data, size, file_offset)
+    def pread(self, data: Tensor, size: int, file_offset: int, task_size: int) -> FakeFuture:
+        return self._transfer("pread", data, size, file_offset, task_size)
 
     def close(self) -> None:
         self.closed = True
         os.close(self._descriptor)
-
-
-class StandInEngine(Engine):
-    """CPU tensors take the path of CUDA tensors."""
-
-    def __init__(self, directory: str, kvikio: FakeKvikio) -> None:
-        self.fake_kvikio = kvikio
-        super().__init__(EngineConfig(ssd_dir=directory))
-
-    def _make_lane(self, device_type: str) -> Lane:
-        return KvikioLane(self._ledger, Kvikio(self.fake_kvikio, gds=True), KvikioMover(FakeCuda()))
 
 
 @pytest.fixture
@@ -77,13 +70,13 @@ def kvikio() -> FakeKvikio:
 
 
 @pytest.fixture
-def engine(tmp_path: Path, kvikio: FakeKvikio) -> Iterator[StandInEngine]:
-    with StandInEngine(str(tmp_path), kvikio) as engine:
+def engine(tmp_path: Path, kvikio: FakeKvikio) -> Iterator[Engine]:
+    with KvikioStandInEngine(EngineConfig(ssd_dir=str(tmp_path)), kvikio) as engine:
         yield engine
     assert kvikio.closed
 
 
-def test_round_trip_without_staging(engine: StandInEngine, kvikio: FakeKvikio) -> None:
+def test_round_trip_without_staging(engine: Engine, kvikio: FakeKvikio) -> None:
     token = offload(engine, torch.arange(10_000))
     for _ in range(2):
         assert torch.equal(fetch(engine, token, torch.arange(10_000)), torch.arange(10_000))
@@ -94,7 +87,7 @@ def test_round_trip_without_staging(engine: StandInEngine, kvikio: FakeKvikio) -
 
 
 @pytest.mark.parametrize("fault", ["failing", "short"])
-def test_a_failed_write_is_kept(engine: StandInEngine, kvikio: FakeKvikio, fault: str) -> None:
+def test_a_failed_write_is_kept(engine: Engine, kvikio: FakeKvikio, fault: str) -> None:
     getattr(kvikio, fault).add("pwrite")
     token = offload(engine, torch.arange(10_000))
     assert torch.equal(fetch(engine, token, torch.arange(10_000)), torch.arange(10_000))
@@ -105,11 +98,56 @@ def test_a_failed_write_is_kept(engine: StandInEngine, kvikio: FakeKvikio, fault
     ("fault", "message"),
     [("failing", "KvikIO pread: POSIX error"), ("short", "short KvikIO pread: 79999 of 80000 bytes")],
 )
-def test_a_failed_read_stops_backward(engine: StandInEngine, kvikio: FakeKvikio, fault: str, message: str) -> None:
+def test_a_failed_read_stops_backward(engine: Engine, kvikio: FakeKvikio, fault: str, message: str) -> None:
     getattr(kvikio, fault).add("pread")
     token = offload(engine, torch.arange(10_000))
     with pytest.raises(ActivationLostError, match=message.replace("pread", "read")):
         fetch(engine, token, torch.arange(10_000))
+
+
+def test_no_thread_holds_a_tensor_that_has_left(
+    tmp_path: Path, kvikio: FakeKvikio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a release hears of it, the memory can be used again."""
+    cuda = FakeCuda(device_is_fast=False)
+    held: list[bool] = []
+    x = torch.arange(10_000)
+    storage = weakref.ref(x.untyped_storage())
+
+    def let_go(chunk: Chunk) -> None:
+        chunk.entry.source = None
+        held.append(storage() is not None)
+        copied(chunk)
+
+    with KvikioStandInEngine(EngineConfig(ssd_dir=str(tmp_path)), kvikio, cuda) as engine:
+        lane = engine._lane("cpu")
+        assert isinstance(lane, KvikioLane)
+        copied = lane._copied
+        monkeypatch.setattr(lane, "_copied", let_go)
+        token = engine.offload(x, "x")
+        del x
+        cuda.finish_all()
+        engine.wait_until_idle()
+        assert torch.equal(fetch(engine, token, torch.arange(10_000)), torch.arange(10_000))
+    assert held == [False]
+
+
+def test_the_time_of_the_device_is_not_the_time_of_the_disk(tmp_path: Path, kvikio: FakeKvikio) -> None:
+    """The device gets to each op 100 s after it was called; a transfer takes 1 s."""
+    cuda = FakeCuda(device_is_fast=False)
+    x = torch.arange(10_000)
+    with KvikioStandInEngine(EngineConfig(ssd_dir=str(tmp_path)), kvikio, cuda, clock=lambda: kvikio.now_s) as engine:
+        token = engine.offload(x, "x")
+        kvikio.now_s += 100
+        cuda.finish_all()
+        token = engine.release(token, x)
+        cuda.device_is_fast = False
+        y = engine.reload(token, x.size(), x.stride(), x.dtype, x.device)
+        kvikio.now_s += 100
+        cuda.finish_all()
+        engine.wait(y, token)
+        statistics = engine.statistics()
+    assert statistics.write_bytes_per_s == statistics.read_bytes_per_s == pytest.approx(80_000)
 
 
 def test_checksums_need_posix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

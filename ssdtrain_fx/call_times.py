@@ -23,7 +23,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -37,6 +36,7 @@ from ssdtrain_fx.machine import cpu_model
 from ssdtrain_fx.passes.node_calls import Call, Seconds
 from ssdtrain_fx.probe_hardware import device_name
 from ssdtrain_fx.profile_store import key_file_name, profile_directory
+from ssdtrain_fx.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -186,13 +186,7 @@ class CallTimes:
             "generation": stored.generation,
             "times": stored.times,
         }
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{self._path.stem}-", suffix=".tmp", dir=self._path.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(json.dumps(content, indent=1, sort_keys=True) + "\n")
-            Path(temporary).replace(self._path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        write_whole(self._path, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
 def _is_time(value: object) -> bool:

@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +30,7 @@ import torch
 
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.machine import cpu_model
+from ssdtrain_fx.whole_file import written_beside
 
 log = logging.getLogger(__name__)
 
@@ -121,10 +121,7 @@ def store_profile(key: ProfileKey, hardware: Hardware, *, replace: bool) -> Hard
     path = profile_path(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"format": FORMAT, "key": dataclasses.asdict(key), "hardware": json.loads(hardware.to_json())}
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    with written_beside(path, json.dumps(content, indent=1, sort_keys=True) + "\n") as temporary:
         if not replace:
             with contextlib.suppress(FileExistsError):
                 os.link(temporary, path)
@@ -132,10 +129,8 @@ def store_profile(key: ProfileKey, hardware: Hardware, *, replace: bool) -> Hard
             other = read_profile(key)
             if other is not None:
                 return other
-        Path(temporary).replace(path)
+        temporary.replace(path)
         return hardware
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 # -- what identifies the machine ---------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from torch import Tensor
 
 from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.whole_file import write_whole
 
 if TYPE_CHECKING:
     from ssdtrain_fx.runtime.ledger import Chunk, Entry
@@ -214,13 +215,13 @@ def record(path: str | os.PathLike[str], recorder: Recorder) -> Generator[None]:
         if os.getpid() == process_id:
             recorder.stop_trace()
             try:
-                _write(target, trace.to_json())
+                write_whole(target, trace.to_json())
             except OSError as error:  # what the body raised matters more
                 log.warning("The trace %s cannot be written: %s", target, error)
         raise
     if os.getpid() == process_id:
         recorder.stop_trace()
-        _write(target, trace.to_json())
+        write_whole(target, trace.to_json())
 
 
 def _check(path: str | os.PathLike[str]) -> Path:
@@ -242,17 +243,6 @@ def _check(path: str | os.PathLike[str]) -> Path:
             "Choose another path."
         ) from error
     return target
-
-
-def _write(target: Path, text: str) -> None:
-    """Under another name first, so that nobody ever reads half a file."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}-", suffix=".tmp", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).replace(target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 def _find_steps(ops: Sequence[_Event]) -> Iterable[_Event]:

@@ -1,4 +1,4 @@
-"""Small models of the zoo, and what the engines did while they trained."""
+"""Steps and machines for tests: small models of the zoo, a step of four layers, and what the engines did meanwhile."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ssdtrain_fx import Statistics, statistics, zoo
+from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.runtime import ops
-from ssdtrain_fx.testing import toy_hardware
+from ssdtrain_fx.testing import CapturedStep, capture_step, toy_hardware
 
 NUM_STEPS = 3
 
@@ -28,6 +29,27 @@ class Autocast(nn.Module):
     def forward(self, *inputs: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return self.model(*inputs)
+
+
+def machine(disk_bytes_per_s: float) -> Hardware:
+    """Kernels take a microsecond each; only the disk is slow."""
+    rates = {"float32": 1e15}
+    return toy_hardware(
+        disk_bytes_per_s, flops_per_s=rates, memory_bytes_per_s=1e15, elements_per_s=rates, kernel_s=1e-6
+    )
+
+
+def four_layers() -> CapturedStep:
+    """Saves the pre-activations mm, mm_1, .. [512, 16] and their squares mul, mul_1, .. of every layer."""
+
+    def function(x: Tensor, *weights: Tensor) -> Tensor:
+        for weight in weights:
+            h = x @ weight
+            x = h * h
+        return x.sum()
+
+    weights = (torch.randn(16, 16, requires_grad=True) for _ in range(4))
+    return capture_step(function, torch.randn(512, 16, requires_grad=True), *weights)
 
 
 def small_model(name: str, *, dropout: float = 0.0, layers: int = 2) -> tuple[nn.Module, list[tuple[Tensor, ...]]]:

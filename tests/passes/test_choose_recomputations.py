@@ -7,31 +7,21 @@ import gc
 from typing import Any
 
 import pytest
-import torch
 from graphs import Program, capture_program, random_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import four_layers, machine
 from test_liveness import without
-from torch import Tensor
 
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import BudgetError
-from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes import pipeline
 from ssdtrain_fx.passes.joint_graph import join
 from ssdtrain_fx.passes.op_targets import OFFLOAD, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 from ssdtrain_fx.passes.plan import Keep, Offload, Plan, Recompute
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.testing import TOYS, CapturedStep, assert_same_bits, capture_step, capture_toy, save_all, toy_hardware
-
-
-def machine(disk_bytes_per_s: float) -> Hardware:
-    """Kernels take a microsecond each; only the disk is slow."""
-    rates = {"float32": 1e15}
-    return toy_hardware(
-        disk_bytes_per_s, flops_per_s=rates, memory_bytes_per_s=1e15, elements_per_s=rates, kernel_s=1e-6
-    )
+from ssdtrain_fx.testing import TOYS, CapturedStep, assert_same_bits, capture_toy, save_all
 
 
 def rewrite(step: CapturedStep, *, disk: float = 1.0, **options: Any) -> OffloadedStep:
@@ -43,19 +33,6 @@ def rewrite(step: CapturedStep, *, disk: float = 1.0, **options: Any) -> Offload
         config=config,
         hardware=machine(disk),
     )
-
-
-def four_layers() -> CapturedStep:
-    """Saves the pre-activations mm, mm_1, .. [512, 16] and their squares mul, mul_1, .. of every layer."""
-
-    def function(x: Tensor, *weights: Tensor) -> Tensor:
-        for weight in weights:
-            h = x @ weight
-            x = h * h
-        return x.sum()
-
-    weights = (torch.randn(16, 16, requires_grad=True) for _ in range(4))
-    return capture_step(function, torch.randn(512, 16, requires_grad=True), *weights)
 
 
 def decisions(plan: Plan) -> dict[str, type]:

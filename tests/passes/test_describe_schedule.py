@@ -9,7 +9,7 @@ import torch
 from graphs import Program, capture_program, random_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_choose_recomputations import four_layers, machine
+from steps import four_layers, machine
 from test_liveness import predict, token_bytes, without
 from torch import Tensor, nn
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+from steps import four_layers
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -146,15 +147,7 @@ def test_what_is_made_again_is_chosen_by_measured_times(slow: object, again: obj
         def of(self, calls: Sequence[Call]) -> Mapping[str, Seconds]:
             return {call.key: 1.0 if call.target is slow else 1e-6 for call in calls}
 
-    def function(x: Tensor, *weights: Tensor) -> Tensor:
-        for weight in weights:
-            h = x @ weight
-            x = h * h
-        return x.sum()
-
-    weights = (torch.randn(16, 16, requires_grad=True) for _ in range(4))
-    joint = capture_step(function, torch.randn(512, 16, requires_grad=True), *weights).join()
-    analysis = priced(joint, Slow(), fused=False)
+    analysis = priced(four_layers().join(), Slow(), fused=False)
     problem = pose_problem(analysis, hardware=HARDWARE)
     *_, proposed = propose_recomputations(analysis, problem, hardware=HARDWARE, inner="aot_eager")
     allocators = [analysis.alias_sets.storages[one.storage_idx].allocator for one in proposed]

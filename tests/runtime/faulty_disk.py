@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from runtime_fakes import FakeCuda, KvikioStandInEngine, StandInEngine, no_aio
+from runtime_fakes import FakeCuda, GrowingBytes, KvikioStandInEngine, StandInEngine, no_aio
 from torch import Tensor
 
 from ssdtrain_fx.runtime.aio import WRITE
@@ -88,13 +88,12 @@ class Fault:
     effect: Effect
 
 
-class FaultyDisk:
+class FaultyDisk(GrowingBytes):
     """Bytes in memory behind a schedule of faults, which may be changed at any time."""
 
     def __init__(self, *faults: Fault) -> None:
+        super().__init__()
         self.faults = list(faults)
-        self.data = bytearray()
-        self.capacity_bytes: int | None = None
         self.chunk_bytes = CHUNK_BYTES
         self.cuda = FakeCuda()
         """What stands for the device of the lanes "cuda" and "kvikio"."""
@@ -108,7 +107,6 @@ class FaultyDisk:
         self.changed = threading.Condition()
         self.may_answer = False
         self._now_s = 0.0
-        self._lock = threading.Lock()
 
     @property
     def is_hanging(self) -> bool:
@@ -140,18 +138,6 @@ class FaultyDisk:
             if effects:
                 self.struck.append((operation, offset_bytes))
             return effects
-
-    def grow(self, size_bytes: int) -> OSError | None:
-        if self.capacity_bytes is not None and size_bytes > self.capacity_bytes:
-            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with self._lock:
-            self.data.extend(bytes(max(0, size_bytes - len(self.data))))
-        return None
-
-    def shrink(self, size_bytes: int, from_bytes: int) -> None:
-        with self._lock:
-            if len(self.data) == from_bytes:
-                del self.data[size_bytes:]
 
     def carry_out(self, operation: Operation, effects: list[Effect], memory: memoryview, offset_bytes: int) -> int:
         """The number of bytes that the disk says it moved. Raises OSError."""

@@ -6,11 +6,13 @@ import collections
 import contextlib
 import ctypes
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -26,18 +28,38 @@ from ssdtrain_fx.runtime.staging import StagingPool
 from ssdtrain_fx.runtime.thread_lane import ThreadLane
 
 
-class MemoryFile:
+class GrowingBytes:
+    """Bytes in memory that grow and shrink as a file does, up to ``capacity_bytes``."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.capacity_bytes: int | None = None
+        self._lock = threading.Lock()
+
+    def grow(self, size_bytes: int) -> OSError | None:
+        if self.capacity_bytes is not None and size_bytes > self.capacity_bytes:
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with self._lock:
+            self.data.extend(bytes(max(0, size_bytes - len(self.data))))
+        return None
+
+    def shrink(self, size_bytes: int, from_bytes: int) -> None:
+        with self._lock:
+            if len(self.data) == from_bytes:
+                del self.data[size_bytes:]
+
+
+class MemoryFile(GrowingBytes):
     """A file in memory. ``write_error`` and ``read_error`` say which transfers fail, by index; the gates hold them."""
 
     def __init__(self, directory: str = "/nowhere") -> None:
+        super().__init__()
         self.path = f"{directory}/(fake file)"
         self.io_path = "fake"
         self.direct = False
         self.cuda: FakeCuda | None = None
         """The device of :func:`engine_on`; None: a CPU."""
         self.stripe_bytes: int | None = None
-        self.data = bytearray()
-        self.capacity_bytes: int | None = None
         self.write_error: Callable[[int], OSError | None] = lambda index: None
         self.read_error: Callable[[int], OSError | None] = lambda index: None
         self.writes_may_go_on = threading.Event()
@@ -52,7 +74,6 @@ class MemoryFile:
         """Every transfer in the order of its beginning: "read" or "write", and the offset."""
         self.closed = False
         self.aio: FakeAio
-        self._lock = threading.Lock()
 
     @property
     def size_bytes(self) -> int:
@@ -60,18 +81,6 @@ class MemoryFile:
 
     def locate(self, offset_bytes: int) -> tuple[int, int]:
         return -1, offset_bytes
-
-    def grow(self, size_bytes: int) -> OSError | None:
-        if self.capacity_bytes is not None and size_bytes > self.capacity_bytes:
-            return OSError(errno.ENOSPC, "No space left on device")
-        with self._lock:
-            self.data.extend(bytes(max(0, size_bytes - len(self.data))))
-        return None
-
-    def shrink(self, size_bytes: int, from_bytes: int) -> None:
-        with self._lock:
-            if len(self.data) == from_bytes:
-                del self.data[size_bytes:]
 
     def write(self, data: memoryview, offset_bytes: int) -> None:
         with self._lock:
@@ -99,6 +108,19 @@ class MemoryFile:
 
     def close(self) -> None:
         self.closed = True
+
+
+def each_file(*kinds: Literal["aio", "threads", "cuda"]) -> object:
+    """A fixture for ``file = each_file(...)``: a file whose engine has a lane of each of these kinds in turn."""
+
+    @pytest.fixture(params=kinds, name="file")
+    def fixture(request: pytest.FixtureRequest) -> MemoryFile:
+        file = MemoryFile()
+        file.direct = request.param == "aio"
+        file.cuda = FakeCuda() if request.param == "cuda" else None
+        return file
+
+    return fixture
 
 
 class FakeAio:

@@ -16,16 +16,6 @@ from ssdtrain_fx.runtime.engine import Engine
 
 
 @pytest.fixture
-def file() -> MemoryFile:
-    return MemoryFile()
-
-
-@pytest.fixture
-def cuda() -> FakeCuda:
-    return FakeCuda()
-
-
-@pytest.fixture
 def engine(tmp_path: Path, file: MemoryFile, cuda: FakeCuda) -> Iterator[StandInEngine]:
     with StandInEngine(EngineConfig(ssd_dir=str(tmp_path)), file, cuda) as engine:
         yield engine

@@ -8,19 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_fakes import MemoryFile, engine_on, fetch, offload
+from runtime_fakes import MemoryFile, each_file, engine_on, fetch, offload
 from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 
-
-@pytest.fixture(params=["aio", "threads"])
-def file(request: pytest.FixtureRequest) -> MemoryFile:
-    file = MemoryFile()
-    file.direct = request.param == "aio"
-    return file
+file = each_file("aio", "threads")
 
 
 @pytest.fixture

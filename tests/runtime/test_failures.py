@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_fakes import MemoryFile, engine_on, fetch, offload
+from runtime_fakes import MemoryFile, each_file, engine_on, fetch, offload
 
 from ssdtrain_fx.errors import ActivationLostError
 from ssdtrain_fx.runtime.config import EngineConfig
@@ -21,11 +21,7 @@ CHUNK_COUNT = 6  # of the tensors below: 2 + 1 + 3
 ORIGINALS = [torch.arange(1024), torch.arange(100) * 5, torch.arange(1100) * 7]
 
 
-@pytest.fixture(params=["aio", "threads"])
-def file(request: pytest.FixtureRequest) -> MemoryFile:
-    file = MemoryFile()
-    file.direct = request.param == "aio"
-    return file
+file = each_file("aio", "threads")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)

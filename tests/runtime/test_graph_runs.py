@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_fakes import FakeCuda, MemoryFile, engine_on
+from runtime_fakes import MemoryFile, each_file, engine_on
 from torch import Tensor
 
 from ssdtrain_fx.runtime.engine import Engine
@@ -18,11 +18,7 @@ SIZE = 8
 SIZE_BYTES = 4 * SIZE
 
 
-@pytest.fixture(params=["threads", "cuda"])
-def file(request: pytest.FixtureRequest) -> MemoryFile:
-    file = MemoryFile()
-    file.cuda = FakeCuda() if request.param == "cuda" else None
-    return file
+file = each_file("threads", "cuda")
 
 
 @pytest.fixture

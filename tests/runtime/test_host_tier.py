@@ -26,16 +26,6 @@ Open = Callable[..., StandInEngine]
 
 
 @pytest.fixture
-def file() -> MemoryFile:
-    return MemoryFile()
-
-
-@pytest.fixture
-def cuda() -> FakeCuda:
-    return FakeCuda()
-
-
-@pytest.fixture
 def start(tmp_path: Path, file: MemoryFile, cuda: FakeCuda, request: pytest.FixtureRequest) -> Open:
     """An engine with so many buffers. At the end nothing is left of what was handed to it."""
 

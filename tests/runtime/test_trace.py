@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_fakes import MemoryFile, engine_on, fetch, offload
+from runtime_fakes import MemoryFile, each_file, engine_on, fetch, offload
 
 import ssdtrain_fx
 from ssdtrain_fx.errors import ActivationLostError, ConfigError
@@ -37,11 +37,7 @@ class OneEngine:
         self._engine.trace = None
 
 
-@pytest.fixture(params=["aio", "threads"])
-def file(request: pytest.FixtureRequest) -> MemoryFile:
-    file = MemoryFile()
-    file.direct = request.param == "aio"
-    return file
+file = each_file("aio", "threads")
 
 
 @pytest.fixture

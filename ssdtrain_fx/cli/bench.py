@@ -11,7 +11,15 @@ import typer
 from rich.progress import Progress
 
 from ssdtrain_fx.bench import BASE, count_steps, find_base, measure, render_table, to_json
-from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, JsonTarget, parse_options, progress_columns
+from ssdtrain_fx.cli.common import (
+    EXIT_DIFFERENT,
+    EXIT_FAILED,
+    DeviceOption,
+    JsonTarget,
+    SsdDirOption,
+    parse_options,
+    progress_columns,
+)
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.measure import Run, Step, Variant, WorkerError, choose_device
 from ssdtrain_fx.runtime.directory import check_directories
@@ -43,15 +51,9 @@ def bench(
         bool, typer.Option("--regional", help="Also compile each layer on its own, with Inductor and with ssdtrain.")
     ] = False,
     steps: Annotated[int, typer.Option(min=2, help="Rounds; the first one compiles and does not count.")] = 8,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")] = "auto",
+    device: DeviceOption = "auto",
     seed: Annotated[int, typer.Option(help="Other weights, other batches.")] = 0,
-    ssd_dir: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Directory on the SSD; several times for several drives. Default: $SSDTRAIN_DIR, else the temporary "
-            "directory."
-        ),
-    ] = None,
+    ssd_dir: SsdDirOption = None,
     options: Annotated[
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the backend; may be repeated.")
     ] = None,

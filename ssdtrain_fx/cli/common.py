@@ -1,4 +1,4 @@
-"""What several commands share: exit codes, progress bars, how a model is named, where JSON goes."""
+"""What several commands share: exit codes, options, progress bars, how a model is named, where JSON goes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -23,6 +23,15 @@ from rich.progress import (
 EXIT_DIFFERENT = 1
 EXIT_PROBLEM = 1
 EXIT_FAILED = 3
+
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")]
+SsdDirOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Directory on the SSD; several times for several drives. Default: $SSDTRAIN_DIR, else the temporary "
+        "directory."
+    ),
+]
 
 
 def load_callable(name: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:

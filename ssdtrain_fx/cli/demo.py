@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress
 
 from ssdtrain_fx import demo as demonstration
-from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, JsonTarget, progress_columns
+from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, DeviceOption, JsonTarget, progress_columns
 from ssdtrain_fx.measure import Step, Variant, WorkerError, choose_device
 
 
@@ -21,7 +21,7 @@ def demo(
     hidden: Annotated[int | None, typer.Option(min=64, help="A multiple of 64. Default: fits the machine.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Default: fits the machine.")] = None,
     sequence: Annotated[int | None, typer.Option(min=8, help="Bytes of text. Default: fits the machine.")] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")] = "auto",
+    device: DeviceOption = "auto",
     ssd_dir: Annotated[
         list[Path] | None,
         typer.Option(

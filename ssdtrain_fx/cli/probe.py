@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, progress_columns
+from ssdtrain_fx.cli.common import EXIT_FAILED, DeviceOption, JsonTarget, SsdDirOption, progress_columns
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.measure import choose_device
@@ -21,14 +21,8 @@ from ssdtrain_fx.units import format_bytes
 
 
 def probe(
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")] = "auto",
-    ssd_dir: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Directory on the SSD; several times for several drives. Default: $SSDTRAIN_DIR, else the temporary "
-            "directory."
-        ),
-    ] = None,
+    device: DeviceOption = "auto",
+    ssd_dir: SsdDirOption = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the profile here too; - prints it.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds instead of half a minute.")] = False,
     reference_write: Annotated[

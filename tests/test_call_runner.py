@@ -21,7 +21,7 @@ from ssdtrain_fx.call_runner import make_arguments, run_calls
 from ssdtrain_fx.clocks import CudaClock
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.node_calls import Call, TensorLayout, describe_call
-from ssdtrain_fx.passes.node_costs import find_own_kernels
+from ssdtrain_fx.passes.node_facts import find_own_kernels
 from ssdtrain_fx.testing import TOYS, capture_toy
 
 aten = torch.ops.aten

@@ -12,10 +12,11 @@ from ssdtrain_fx.passes.alias_sets import AliasSets, find_alias_sets
 from ssdtrain_fx.passes.candidates import Candidate, find_candidates
 from ssdtrain_fx.passes.chains import find_activations
 from ssdtrain_fx.passes.fuse_intervals import fuse_intervals
+from ssdtrain_fx.passes.fused_kernels import NodeFacts, find_fused_kernels
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.liveness import LiveInterval, find_live_intervals
 from ssdtrain_fx.passes.node_calls import CostSources, MeasuredNodes, Times, measure_nodes
-from ssdtrain_fx.passes.node_costs import NodeFacts, estimate_node_seconds, find_fused_kernels
+from ssdtrain_fx.passes.node_costs import estimate_node_seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@
     3  return c                      peak 8 MiB instead of 24
 
 Inductor writes a result in place of an argument of the same size that dies with the kernel. The groups are those of
-``node_costs``, so they are Inductor's only roughly; where it fuses less, it needs more memory than is counted here.
+``fused_kernels``, so they are Inductor's only roughly; where it fuses less, it needs more memory than is counted here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from ssdtrain_fx.passes.alias_sets import AliasSets
+from ssdtrain_fx.passes.fused_kernels import FusedKernel
 from ssdtrain_fx.passes.liveness import LiveInterval
-from ssdtrain_fx.passes.node_costs import FusedKernel
 
 
 def fuse_intervals(

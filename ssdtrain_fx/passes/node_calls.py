@@ -23,7 +23,7 @@ from torch import fx
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.passes.alias_sets import AliasSets
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
-from ssdtrain_fx.passes.node_costs import find_own_kernels
+from ssdtrain_fx.passes.node_facts import find_own_kernels
 
 _NAMESPACES = ("aten", "prims")
 """What these do is known: they compute, and touch nothing but their arguments. A collective would wait for other ranks,

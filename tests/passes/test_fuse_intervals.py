@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ssdtrain_fx.passes.fuse_intervals import fuse_intervals
+from ssdtrain_fx.passes.fused_kernels import find_fused_kernels
 from ssdtrain_fx.passes.liveness import LiveInterval, find_live_intervals
-from ssdtrain_fx.passes.node_costs import find_fused_kernels
 from ssdtrain_fx.testing import analyse, capture_step, capture_toy, named
 
 

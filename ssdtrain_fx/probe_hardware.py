@@ -27,7 +27,7 @@ from ssdtrain_fx.probe_transfers import Traffic, channel_of, compute_thread_chan
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.staging import CPU_BUDGET_BYTES, CUDA_BUDGET_BYTES
+from ssdtrain_fx.runtime.staging import CUDA_BUDGET_BYTES
 
 SsdDir = str | Sequence[str] | None
 """A directory, several that tensors are striped over, or None for the default."""
@@ -98,6 +98,7 @@ def measure_hardware(
             share_when_both = share_when_both_of(traffic, effort)
             begin("time on the compute thread")
             offload, reload = compute_thread_channels(traffic, effort, write, read)
+            staging_bytes = engine.planned_staging_bytes(target.type)
     copy_out, copy_in = offload, reload
     if on_gpu:
         copy_out, copy_in = copy_channels(target, clock, effort)
@@ -116,7 +117,7 @@ def measure_hardware(
         copies_block_compute=not on_gpu,
         offload_s=offload.latency_s,
         reload_s=reload.latency_s,
-        staging_bytes=(CUDA_BUDGET_BYTES if on_gpu else CPU_BUDGET_BYTES) * len(directories),
+        staging_bytes=staging_bytes,
     )
 
 
@@ -137,7 +138,7 @@ def assumed_hardware(name: str, *, on_gpu: bool) -> Hardware:
         copies_block_compute=not on_gpu,
         offload_s=5e-5,
         reload_s=5e-5,
-        staging_bytes=CUDA_BUDGET_BYTES if on_gpu else CPU_BUDGET_BYTES,
+        staging_bytes=CUDA_BUDGET_BYTES if on_gpu else 0,
     )
 
 

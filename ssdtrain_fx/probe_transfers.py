@@ -233,6 +233,7 @@ class _BesideCompute:
         tokens = self._traffic.offload(tensors)
         tensors.clear()
         self._traffic.settle()
+        self._traffic.wait(self._traffic.reload(tokens, like), tokens)  # from here on there is memory to be used again
         products = self._products(size_bytes, read)
         alone_s = self._alone_s(products)
         start_s = time.perf_counter()

@@ -1,25 +1,32 @@
 """A lane for CPU tensors without threads: the ops drive it, and the kernel moves the data (native AIO).
 
-Why: see :mod:`ssdtrain_fx.runtime.aio`. What is left to the ops is one copy per chunk on the way out, and
-nothing on the way back: the disk reads straight into the tensor that ``reload`` returns.
+Why: see :mod:`ssdtrain_fx.runtime.aio`. The disk writes straight from the tensor and reads straight into the one that
+``reload`` returns. Direct I/O moves whole pages; tensors start and end anywhere. So the bytes in front of the first
+page and behind the last one stay in memory, and the tensor that comes back lies on its pages as the one that left::
+
+    page        |         |         |         |         |
+    tensor            [===|=========|=========|====]
+                       kept   to the file      kept
 
 ::
 
-    offload   source ---copy---> staging buffer --io_submit--> file      while there are buffers; the rest is queued
+    offload   source --io_submit--> file                                 while the kernel takes requests
+              source ---copy---> staging buffer --io_submit--> file      small tensors, while there are buffers
     any op    takes note of what is over, and goes on with what is queued: reads first
-    release   goes on until every byte of the tensor has been copied
+    release   goes on until every byte of the tensor has been written, or copied
     reload    file --io_submit--> y
     wait      goes on until every read into y is over
 
 Guarantees:
 
-* A staging buffer, a target and the file are held until the kernel is done with them, whatever the user drops. Requests
-  are recorded before they are submitted, so that an exception cannot lose one.
+* A tensor that is being written, a staging buffer, a target and the file are held until the kernel is done with them,
+  whatever the user drops. Requests are recorded before they are submitted, so that an exception cannot lose one.
 * One thread at a time takes answers from the kernel, and may block for them without the ledger's lock; the others wait
   for it. Were there two, then 1. A blocks for an answer, 2. B takes the answer A is blocked for, 3. A blocks for ever.
 * Who blocks has first seen to it that nothing can be begun; and if nothing is under way, it is told so instead.
-* A failed write loses nothing: the buffer goes back to the pool only after its bytes are in ordinary memory.
-* The targets of reads start on a page and own all pages that they touch. Nobody writes to these pages in the parent
+* A failed write loses nothing: the tensor is released, and a buffer goes back to the pool, only after the bytes are in
+  ordinary memory.
+* The targets of reads own all pages that they touch. Nobody writes to these pages in the parent
   before the read is over, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.staging`).
 * An unexpected exception within the bookkeeping stops the engine with an error; nobody waits for ever.
 
@@ -44,7 +51,7 @@ from ssdtrain_fx.runtime.lane import BLOCK_S, Lane, checksum_error, checksum_of
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
 from ssdtrain_fx.runtime.movers import CpuMover, keep_bytes
 from ssdtrain_fx.runtime.patience import Patience
-from ssdtrain_fx.runtime.slots import round_up
+from ssdtrain_fx.runtime.slots import ALIGNMENT_BYTES, round_up
 from ssdtrain_fx.runtime.spill_file import bytes_done
 from ssdtrain_fx.runtime.staging import StagingBuffer, StagingPool
 from ssdtrain_fx.runtime.tensor_memory import TensorMemory
@@ -54,9 +61,14 @@ AIO_CHUNK_BYTES = 4 << 20
 """Twice that of the threads: every chunk costs the computing thread some Python, which runs with cold caches there. A
 BERT step took 1.09 instead of 1.11 times that of plain Inductor (2 cores, few runs on a busy machine)."""
 
+FROM_SOURCE_BYTES = 256 << 10
+"""From this size on tensors are written from where they are. Pinning their small pages takes half the time of a copy to
+huge ones; smaller tensors save little, and their edges weigh more."""
+
 
 class _Transfer:
-    """One chunk between memory and the file. ``fill`` is set for reads, ``buffer`` for writes."""
+    """The pages of one chunk between memory, from ``address`` on, and the file. ``fill`` is set for reads, ``buffer``
+    for writes from staging."""
 
     __slots__ = ("address", "began_ns", "buffer", "chunk", "done", "fill", "offset", "opcode", "timed", "total")
 
@@ -67,9 +79,10 @@ class _Transfer:
         self.fill = fill
         self.buffer = buffer
         self.opcode = WRITE if fill is None else READ
-        self.address = address
-        self.offset = slot.offset_bytes + chunk.start
-        self.total = round_up(chunk.length)
+        start, length = chunk.pages
+        self.address = address + len(chunk.edges[0])
+        self.offset = slot.offset_bytes + start
+        self.total = round_up(length)
         self.done = 0
         self.began_ns = 0
         self.timed: Transfer | None = None
@@ -79,11 +92,21 @@ class _Transfer:
 class AioLane(Lane):
     """All methods but :meth:`close` and :meth:`allocate` need the ledger's lock."""
 
-    def __init__(self, ledger: Ledger, aio: Aio, pool: StagingPool, *, checksum: bool) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        aio: Aio,
+        pool: StagingPool,
+        *,
+        checksum: bool,
+        from_source_bytes: int = FROM_SOURCE_BYTES,
+    ) -> None:
         self._aio = aio
         self._abandoned = False
         super().__init__(ledger, CpuMover(), pool, checksum=checksum)
         self.io_path += ", native AIO"
+        self.planned_staging_bytes = 0
+        self._from_source_bytes = max(from_source_bytes, 2 * ALIGNMENT_BYTES)  # there is a whole page in it
         self._reads: collections.deque[_Transfer] = collections.deque()
         self._copies: collections.deque[Chunk] = collections.deque()
         self._writes: collections.deque[_Transfer] = collections.deque()
@@ -100,10 +123,15 @@ class AioLane(Lane):
 
     # -- called by the engine ------------------------------------------------------------------------------------------
 
+    def writes_from_source(self, entry: Entry) -> bool:
+        return entry.byte_count >= self._from_source_bytes
+
     def enlist_copies(self, entry: Entry) -> None:
         try:
             self._reap()
             self._tensor_memory.release_idle()  # forward reads nothing back
+            if entry.from_source:
+                self._set_edges_aside(entry)
             self._copies.extend(entry.chunks)
             self._begin()
         except BaseException as failure:
@@ -143,13 +171,11 @@ class AioLane(Lane):
             return False
         return True
 
-    def allocate(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, byte_count: int
-    ) -> Tensor:
-        """A tensor at the start of its storage and of a page, with memory for whole pages."""
-        if byte_count == 0:
-            return torch.empty_strided(size, stride, dtype=dtype, device=device)
-        return self._tensor_memory.allocate(size, stride, dtype, byte_count)
+    def allocate(self, entry: Entry, stride: Sequence[int], device: torch.device) -> Tensor:
+        """A tensor at the start of its storage, with memory for whole pages."""
+        if entry.byte_count == 0:
+            return super().allocate(entry, stride, device)
+        return self._tensor_memory.allocate(entry.size, stride, entry.dtype, entry.byte_count, entry.lead_bytes)
 
     def close(self, patience: Patience) -> bool:
         ledger = self._ledger
@@ -174,40 +200,65 @@ class AioLane(Lane):
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Submit what is queued, reads first, and copy what there are buffers for."""
+        """Submit what is queued, reads first, and what there is room for of what has not left its tensor."""
         if not self._reads and not self._writes and not self._copies:
             return
         has_room = self._submit(self._reads) and self._submit(self._writes)
         while self._copies:
             chunk = self._copies[0]
             if chunk.state is not ChunkState.CANCELLED:
-                buffer = self.pool.acquire()
-                if buffer is None:
-                    return
-                self._copy_out(chunk, buffer)
+                if chunk.entry.from_source:
+                    if not has_room:
+                        return
+                    self._writes.append(self._write_from_source(chunk))
+                else:
+                    buffer = self.pool.acquire()
+                    if buffer is None:
+                        return
+                    self._copy_out(chunk, buffer)
                 has_room = has_room and self._submit(self._writes)
             self._copies.popleft()
 
+    def _set_edges_aside(self, entry: Entry) -> None:
+        source, chunks = entry.source, entry.chunks
+        assert source is not None
+        end = source.address + entry.byte_count
+        leading = ctypes.string_at(source.address, entry.lead_bytes)
+        trailing = ctypes.string_at(end - entry.trail_bytes, entry.trail_bytes)
+        chunks[0].edges = (leading, b"")
+        chunks[-1].edges = (chunks[-1].edges[0], trailing)
+
+    def _write_from_source(self, chunk: Chunk) -> _Transfer:
+        source = chunk.entry.source
+        assert source is not None
+        address = source.address + chunk.start
+        if self._checksum:
+            chunk.checksum = checksum_of(_memory(address, chunk.length))
+        return _Transfer(chunk, address, None, None)
+
     def _read(self, fill: Fill, chunk: Chunk) -> None:
         """From memory where the bytes are still there, else from the file."""
-        target, source = fill.target, chunk.entry.source
+        target = fill.target
         assert target is not None
         address = target.address + chunk.start
         if chunk.state is ChunkState.ON_DISK:
             self._reads.append(_Transfer(chunk, address, fill, None))
             return
-        if chunk.staging is not None:
-            held_at = chunk.staging.address
-        elif chunk.kept is not None:
-            held_at = chunk.kept.data_ptr()
-        else:
-            assert source is not None
-            held_at = source.address + chunk.start
         began_ns = time.perf_counter_ns()
-        ctypes.memmove(address, held_at, chunk.length)
+        ctypes.memmove(address, self._address_of(chunk), chunk.length)
         self._count_forwarded(fill, chunk)
         self._trace("forward", chunk, began_ns)
         self._read_is_over(fill, chunk)
+
+    def _address_of(self, chunk: Chunk) -> int:
+        """Where in memory the bytes are that are not in the file."""
+        source = chunk.entry.source
+        if chunk.staging is not None:
+            return chunk.staging.address
+        if chunk.kept is not None:
+            return chunk.kept.data_ptr()
+        assert source is not None
+        return source.address + chunk.start
 
     def _copy_out(self, chunk: Chunk, buffer: StagingBuffer) -> None:
         entry = chunk.entry
@@ -233,6 +284,9 @@ class AioLane(Lane):
                 return False
             transfer = queue[0]
             chunk, done = transfer.chunk, transfer.done
+            if transfer.fill is None and chunk.state is ChunkState.CANCELLED:  # before it left its tensor
+                queue.popleft()
+                continue
             if chunk.entry.unneeded_on_disk and done == 0:
                 self._abandon(queue.popleft())
                 continue
@@ -331,23 +385,24 @@ class AioLane(Lane):
             (self._reads if is_read else self._writes).appendleft(transfer)
 
     def _finish(self, transfer: _Transfer, error: OSError | None) -> None:
-        chunk, fill, buffer = transfer.chunk, transfer.fill, transfer.buffer
-        ledger = self._ledger
+        chunk, fill, ledger = transfer.chunk, transfer.fill, self._ledger
         if fill is None:
-            assert buffer is not None
             kept = None
             if error is not None:
-                kept = keep_bytes(buffer, chunk.length)
+                kept = keep_bytes(self._address_of(chunk), chunk.length)
                 ledger.note_write_error(error)
-            chunk.staging = None
-            self.pool.drop_user(buffer)
+            self._leave_memory(transfer)
             self._trace("write", chunk, transfer.began_ns, error, asynchronous=True)
             self._written(chunk, kept)
             return
         failure: Exception | None = error
-        if error is None and self._checksum:
-            data = (ctypes.c_char * chunk.length).from_address(transfer.address)
-            failure = checksum_error(chunk, memoryview(data))
+        if error is None:
+            leading, trailing = chunk.edges
+            address = transfer.address - len(leading)
+            ctypes.memmove(address, leading, len(leading))
+            ctypes.memmove(address + chunk.length - len(trailing), trailing, len(trailing))
+            if self._checksum:
+                failure = checksum_error(chunk, _memory(address, chunk.length))
         if failure is None:
             ledger.counters.bytes_read += chunk.length
         else:
@@ -361,16 +416,27 @@ class AioLane(Lane):
 
     def _abandon(self, transfer: _Transfer) -> None:
         """Its entry is dead and it has not begun."""
-        chunk, fill, buffer = transfer.chunk, transfer.fill, transfer.buffer
-        if fill is not None:
-            self._read_is_over(fill, chunk)
+        if transfer.fill is not None:
+            self._read_is_over(transfer.fill, transfer.chunk)
             return
-        assert buffer is not None
-        chunk.staging = None
-        self.pool.drop_user(buffer)
-        self._ledger.cancel(chunk)
+        self._leave_memory(transfer)
+        self._ledger.cancel(transfer.chunk)
+
+    def _leave_memory(self, transfer: _Transfer) -> None:
+        """What is written needs its buffer, or its tensor, no more."""
+        chunk = transfer.chunk
+        if transfer.buffer is None:
+            chunk.entry.uncopied -= 1
+            self._ledger.source_is_safe(chunk)
+        else:
+            chunk.staging = None
+            self.pool.drop_user(transfer.buffer)
 
     def _stop(self, failure: BaseException) -> None:
         """An exception within the bookkeeping, even KeyboardInterrupt, may leave a chunk neither here nor there."""
         self._ledger.failure = failure
         self._ledger.progress.notify_all()
+
+
+def _memory(address: int, length: int) -> memoryview:
+    return memoryview((ctypes.c_char * length).from_address(address))

@@ -37,7 +37,7 @@ from torch import Tensor
 from ssdtrain_fx.errors import ConfigError, InternalError, StalledDiskError
 from ssdtrain_fx.runtime.admission import Admission
 from ssdtrain_fx.runtime.aio import Aio, AioUnavailableError, KernelAio
-from ssdtrain_fx.runtime.aio_lane import AIO_CHUNK_BYTES, AioLane
+from ssdtrain_fx.runtime.aio_lane import AIO_CHUNK_BYTES, FROM_SOURCE_BYTES, AioLane
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.directory import check_directories
@@ -85,10 +85,13 @@ class Engine:
         choose_kvikio: Callable[[IOPath, Sequence[str], Any], Kvikio | None] = choose_kvikio,
         cuda: Any = torch.cuda,
         chunk_bytes: int | None = None,
+        from_source_bytes: int = FROM_SOURCE_BYTES,
         clock: Clock = time.perf_counter,
     ) -> None:
         """``handles`` yields numbers that no other engine of this process uses; ``cuda`` stands for ``torch.cuda``, and
         ``clock`` tells seconds.
+
+        Native AIO writes tensors of at least ``from_source_bytes`` without staging.
 
         ``open_aio`` is called when the first CPU tensor comes, if the file does direct I/O. Where it raises
         AioUnavailableError, threads do the work.
@@ -98,6 +101,7 @@ class Engine:
         self._cuda = cuda
         self._open_aio = KernelAio if open_aio is None and config.io in ("auto", "aio") else open_aio
         self._chunk_bytes = chunk_bytes
+        self._from_source_bytes = from_source_bytes
         self._clock = clock
         may_use_kvikio(config.io, cuda)  # an error now rather than at the first CUDA tensor
         if config.checksum and config.io == "kvikio":
@@ -166,6 +170,8 @@ class Engine:
         byte_count = span_bytes(source)
         entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
         entry.host, entry.reload_order = host and lane.has_host_tier, reload_order
+        if lane.writes_from_source(entry):
+            entry.cut_at_pages()
         handle = next(self._handles)
         owner = Owner(handle, ledger.dead_handles)
         entry.owner = weakref.ref(owner)
@@ -264,10 +270,10 @@ class Engine:
             return y
         temporary = None
         if same_layout(entry.size, stride, entry.stored_stride):
-            y = lane.allocate(size, stride, dtype, device, entry.byte_count)
+            y = lane.allocate(entry, stride, device)
         else:
             y = torch.empty_strided(size, stride, dtype=dtype, device=device)
-            temporary = lane.allocate(entry.size, entry.stored_stride, dtype, device, entry.byte_count)
+            temporary = lane.allocate(entry, entry.stored_stride, device)
         if y.device != entry.device:
             raise InternalError(f"reload({entry.name!r}) asks for {y.device}; offload got {entry.device}.")
         fill = Fill(entry, y, temporary, lane.mover.mark(y.device))
@@ -398,6 +404,10 @@ class Engine:
     def trace(self, trace: Trace | None) -> None:
         self._ledger.trace = trace
 
+    def planned_staging_bytes(self, device_type: str) -> int:
+        """How many bytes a plan may have between tensors and the file; 0 where the disk reaches tensors directly."""
+        return self._lane(device_type).planned_staging_bytes
+
     def find_entry(self, token: Tensor) -> Entry | None:
         """What is known of the tensor behind ``token``."""
         return self._ledger.entries.get(handle_of(token))
@@ -483,7 +493,7 @@ class Engine:
             return
         ledger, lane = self._ledger, self._lane(entry.device.type)
         try:
-            y = lane.allocate(entry.size, entry.stride, entry.dtype, entry.device, entry.byte_count)
+            y = lane.allocate(entry, entry.stride, entry.device)
         except (RuntimeError, MemoryError, OSError) as error:  # no memory now
             log.debug("%s is not read ahead: %s", entry.name, error)
             return
@@ -548,7 +558,7 @@ class Engine:
                 log.info("native AIO is not available (%s): threads move CPU tensors instead.", reason)
             else:
                 pool = StagingPool(budget_bytes, self._chunk_size(AIO_CHUNK_BYTES))
-                return AioLane(self._ledger, aio, pool, checksum=checksum)
+                return AioLane(self._ledger, aio, pool, checksum=checksum, from_source_bytes=self._from_source_bytes)
         pool = StagingPool(budget_bytes, self._chunk_size(CHUNK_BYTES))
         thread_count = mover.thread_count * drive_count
         tensor_memory = TensorMemory() if device_type == "cpu" else None
@@ -566,7 +576,8 @@ class Engine:
         meters, counters = self._ledger.traffic.meters, self._ledger.counters
         stall_s = 0.0
         if out_s is not None:
-            unstaged_bytes = counters.unwritten_bytes + counters.held_bytes + entry.byte_count - lane.staging_bytes
+            staging_bytes = 0 if entry.from_source else lane.staging_bytes
+            unstaged_bytes = counters.unwritten_bytes + counters.held_bytes + entry.byte_count - staging_bytes
             stall_s += max(0.0, meters[Direction.WRITE].transfer_s(unstaged_bytes) - out_s)
         if back_s is not None and not entry.host:
             stall_s += max(0.0, meters[Direction.READ].transfer_s(entry.byte_count) - back_s)

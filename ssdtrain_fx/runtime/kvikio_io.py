@@ -96,7 +96,7 @@ class KvikioLane(ThreadLane):
     def __init__(self, ledger: Ledger, kvikio: Kvikio, mover: CudaMover, drive_count: int = 1) -> None:
         super().__init__(ledger, mover, StagingPool(0), thread_count=mover.thread_count * drive_count, checksum=False)
         self.chunk_bytes = math.gcd(CHUNK_BYTES, ledger.file.stripe_bytes or CHUNK_BYTES)
-        self.staging_bytes = 0
+        self.staging_bytes = self.planned_staging_bytes = 0
         self.busy_with = drive_count  # KvikIO has one thread, unless somebody gives it more
         self._device_file = DeviceFile(kvikio.module, ledger.file)
         self.io_path = "KvikIO with GPUDirect Storage" if kvikio.gds else "KvikIO through host memory"

@@ -43,11 +43,17 @@ class Lane(abc.ABC):
         self.io_path = ledger.file.io_path
         """See :attr:`ssdtrain_fx.runtime.statistics.Statistics.io_path`."""
         self.staging_bytes = pool.buffer_limit * pool.chunk_bytes
-        """How many bytes may be between tensors and the file."""
+        """How many bytes may be between staged tensors and the file."""
+        self.planned_staging_bytes = self.staging_bytes
+        """The same for the large tensors that plans are about."""
         self._ledger = ledger
         self._checksum = checksum
 
     # -- called by the engine ------------------------------------------------------------------------------------------
+
+    def writes_from_source(self, entry: Entry) -> bool:
+        """Whether the bytes of ``entry`` go to the file from where they are, without staging."""
+        return False
 
     @abc.abstractmethod
     def enlist_copies(self, entry: Entry) -> None:
@@ -81,11 +87,9 @@ class Lane(abc.ABC):
         self._ledger.progress.wait(timeout_s)
         return True
 
-    def allocate(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, byte_count: int
-    ) -> Tensor:
-        """A tensor that reads can go into. It spans ``byte_count`` bytes."""
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    def allocate(self, entry: Entry, stride: Sequence[int], device: torch.device) -> Tensor:
+        """A tensor like ``entry`` that reads can go into."""
+        return torch.empty_strided(entry.size, stride, dtype=entry.dtype, device=device)
 
     # -- ends of transfers, with the lock held -------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 The life of a chunk, the unit of transfer::
 
-    SOURCE -> COPYING -> STAGED -> WRITING -> ON_DISK
+    SOURCE -> COPYING -> STAGED -> WRITING -> ON_DISK      (or SOURCE -> WRITING, where no staging is needed)
        |                 |  | ^       '-----> KEPT        (the write failed: the bytes stay in ordinary memory)
        |                 |  v |
        |                 | HELD                           (in the host tier, until somebody else needs the buffer)
@@ -35,7 +35,7 @@ from torch import Tensor
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.admission import Admission
 from ssdtrain_fx.runtime.movers import Mark, Region
-from ssdtrain_fx.runtime.slots import Slot, SlotAllocator
+from ssdtrain_fx.runtime.slots import ALIGNMENT_BYTES, Slot, SlotAllocator
 from ssdtrain_fx.runtime.spill_file import ChunkFile
 from ssdtrain_fx.runtime.staging import StagingBuffer
 from ssdtrain_fx.runtime.tokens import Owner
@@ -69,6 +69,7 @@ class Chunk:
         "arriving",
         "checksum",
         "copied",
+        "edges",
         "entry",
         "kept",
         "length",
@@ -88,10 +89,18 @@ class Chunk:
         """When the bytes are in ``staging``."""
         self.kept: Tensor | None = None
         self.checksum = 0
+        self.edges: tuple[bytes, bytes] = (b"", b"")
+        """What of it lies in front of its first and behind its last page, and is not written."""
         self.arriving = False
         """It is being read ahead."""
         self.waiting_fills: list[Fill] = []
         """Reloads that came before the bytes left the tensor, or while they were being read ahead."""
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Which bytes of the slot hold what is not in ``edges``: the first one and their number."""
+        leading, trailing = map(len, self.edges)
+        return self.start + leading - self.entry.lead_bytes, self.length - leading - trailing
 
 
 class Entry:
@@ -108,8 +117,10 @@ class Entry:
         "device",
         "dtype",
         "fills",
+        "from_source",
         "has_kept",
         "host",
+        "lead_bytes",
         "name",
         "owner",
         "ready",
@@ -124,6 +135,7 @@ class Entry:
         "stays",
         "stored_stride",
         "stride",
+        "trail_bytes",
         "uncopied",
         "unsafe",
         "waited_addresses",
@@ -143,6 +155,11 @@ class Entry:
         """When the tensor is complete."""
         self.owner: weakref.ref[Owner]
         self.slot: Slot | None = None
+        self.from_source = False
+        """The file gets its whole pages straight from the tensor."""
+        self.lead_bytes = 0
+        self.trail_bytes = 0
+        """In front of the first and behind the last of these pages."""
         self.chunks: list[Chunk] = []
         self.fills: dict[int, Fill] = {}
         """By the address of the tensor that ``reload`` returned, until ``wait`` has succeeded."""
@@ -174,6 +191,13 @@ class Entry:
         """A reload that was begun before backward asked for it."""
         self.reloaded = False
         """Backward has asked for it."""
+
+    def cut_at_pages(self) -> None:
+        """Write it from where it is: direct I/O moves whole pages only."""
+        assert self.source is not None
+        self.from_source = True
+        self.lead_bytes = -self.source.address % ALIGNMENT_BYTES
+        self.trail_bytes = (self.source.address + self.byte_count) % ALIGNMENT_BYTES
 
     @property
     def unneeded_on_disk(self) -> bool:
@@ -317,7 +341,7 @@ class Ledger:
         first_bytes = chunk_bytes
         if self.file.stripe_bytes is not None:  # a multiple of chunk_bytes: every chunk lies in one file
             first_bytes -= entry.slot.offset_bytes % chunk_bytes
-        starts = [0, *range(first_bytes, entry.byte_count, chunk_bytes)]
+        starts = [0, *range(entry.lead_bytes + first_bytes, entry.byte_count - entry.trail_bytes, chunk_bytes)]
         ends = [*starts[1:], entry.byte_count]
         entry.chunks = [Chunk(entry, start, end - start) for start, end in zip(starts, ends, strict=True)]
         entry.uncopied = entry.unsafe = entry.busy = len(entry.chunks)

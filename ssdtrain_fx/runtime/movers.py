@@ -125,8 +125,8 @@ class CpuMover:
         return
 
 
-def keep_bytes(buffer: StagingBuffer, length: int) -> Tensor:
-    """A copy of the first ``length`` bytes in ordinary memory."""
+def keep_bytes(address: int, length: int) -> Tensor:
+    """A copy of the ``length`` bytes at ``address`` in ordinary memory."""
     kept = torch.empty(length, dtype=torch.uint8)
-    ctypes.memmove(kept.data_ptr(), buffer.address, length)
+    ctypes.memmove(kept.data_ptr(), address, length)
     return kept

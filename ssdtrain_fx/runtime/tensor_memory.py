@@ -1,13 +1,15 @@
-"""Memory of tensors that the disk reads into: page-aligned, on huge pages, and used again.
+"""Memory of tensors that the disk reads into: on huge pages, and used again.
 
 Why huge pages: direct I/O pins every page it reads into, and 512 small ones cost more than the transfer of 2 MiB itself
 (figures in :mod:`ssdtrain_fx.runtime.staging`). Why used again: the first touch of fresh memory is as dear as a copy.
+Why one range for tensors of all sizes: kept apart by size, what one layer needs lies idle beside what the next one
+needs.
 
 Guarantees:
 
 * A tensor owns whole pages: nobody else's data lies on them.
 * Memory is given out again only after the last tensor on its storage has died.
-* What lies idle is at most ``idle_bytes``, and nothing after :meth:`TensorMemory.release_idle`.
+* What lies idle behind the last tensor is at most ``idle_bytes``, and nothing after :meth:`TensorMemory.release_idle`.
 """
 
 from __future__ import annotations
@@ -23,80 +25,143 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssdtrain_fx.runtime.slots import round_up
+from ssdtrain_fx.runtime.slots import ALIGNMENT_BYTES, Slot, SlotAllocator
 from ssdtrain_fx.runtime.staging import HUGE_PAGE_BYTES
 
-IDLE_BYTES = 64 << 20
-"""Enough for the reloads of one layer to follow those of the one before: tensors of 24, 18 and 6 MiB in GPT-2 of 12
-layers, hidden 384, batch 8 x 512, whose peak is no higher with 64 MiB than with 24."""
+IDLE_BYTES = 96 << 20
+"""What backward of one layer reads in GPT-2 of 12 layers, hidden 384, batch 8 x 512: tensors of 24, 18 and 6 MiB."""
+SEGMENT_BYTES = 1 << 30
+"""Address space that is taken at a time. Memory comes with the first touch."""
+
+
+class _Segment:
+    """A range of addresses. ``slots`` says which bytes of it belong to tensors."""
+
+    __slots__ = ("_memory", "_skip", "size_bytes", "slots", "touched_bytes")
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._skip = -ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) % HUGE_PAGE_BYTES
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.slots = SlotAllocator()
+        self.touched_bytes = 0
+        """Nothing behind it has memory."""
+
+    @property
+    def idle_bytes(self) -> int:
+        """What can be given back while the tensors in front of it live."""
+        return self.touched_bytes - self.slots.end_bytes
+
+    def allocate(self, size_bytes: int) -> Slot | None:
+        slot = self.slots.allocate_below(size_bytes, self.size_bytes)
+        if slot is not None:
+            self.touched_bytes = max(self.touched_bytes, slot.end_bytes)
+        return slot
+
+    def array(self, array_type: Any, slot: Slot, lead_bytes: int) -> Any:
+        """A ctypes array over the memory of ``slot``, from ``lead_bytes`` on. It keeps the segment alive."""
+        return array_type.from_buffer(self._memory, self._skip + slot.offset_bytes + lead_bytes)
+
+    def give_back(self, spare_bytes: int, *, holes: bool = False) -> None:
+        """Memory behind the last tensor goes back to the system, but for ``spare_bytes``, and that of the holes."""
+        end_bytes = self.slots.end_bytes + spare_bytes
+        self._discard(end_bytes, self.touched_bytes + HUGE_PAGE_BYTES)
+        self.touched_bytes = min(self.touched_bytes, end_bytes)
+        if holes:
+            for hole in self.slots.free_ranges:
+                self._discard(hole.offset_bytes, hole.end_bytes)
+
+    def _discard(self, start: int, end: int) -> None:
+        """The huge pages that lie in ``[start, end)`` as a whole."""
+        start = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        end = min(end, self.size_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if end > start:
+            self._memory.madvise(mmap.MADV_DONTNEED, self._skip + start, end - start)
 
 
 class _Lease:
     """Dies with the storage of a tensor. May die anywhere, so it takes no lock."""
 
-    __slots__ = ("_memory", "_returned")
+    __slots__ = ("_returned", "_segment", "_slot")
 
-    def __init__(self, memory: mmap.mmap, returned: collections.deque[mmap.mmap]) -> None:
-        self._memory = memory
+    def __init__(self, segment: _Segment, slot: Slot, returned: collections.deque[tuple[_Segment, Slot]]) -> None:
+        self._segment = segment
+        self._slot = slot
         self._returned = returned
 
     def __del__(self) -> None:
-        self._returned.append(self._memory)
+        self._returned.append((self._segment, self._slot))
 
 
 class TensorMemory:
-    """A pool of anonymous mappings, by size. All methods may be called from any thread."""
+    """All methods may be called from any thread."""
 
-    def __init__(self, idle_bytes: int = IDLE_BYTES) -> None:
+    def __init__(self, idle_bytes: int = IDLE_BYTES, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._idle_limit_bytes = idle_bytes
+        self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
-        self._returned: collections.deque[mmap.mmap] = collections.deque()
-        self._idle: collections.deque[mmap.mmap] = collections.deque()
-        """Oldest first."""
+        self._segments: list[_Segment] = []
+        self._returned: collections.deque[tuple[_Segment, Slot]] = collections.deque()
+        self._may_hold_idle = False
         self._array_types: dict[int, Any] = {}
 
-    def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, byte_count: int) -> Tensor:
-        """A CPU tensor at the start of its storage of ``byte_count`` bytes and of a page. Not initialised."""
-        length = round_up(byte_count) + HUGE_PAGE_BYTES
+    @property
+    def idle_bytes(self) -> int:
+        """What lies behind the last tensor of each segment."""
         with self._lock:
             self._collect()
-            memory = next((memory for memory in self._idle if len(memory) == length), None)
-            if memory is not None:
-                self._idle.remove(memory)
+            return sum(segment.idle_bytes for segment in self._segments)
+
+    def allocate(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, byte_count: int, lead_bytes: int = 0
+    ) -> Tensor:
+        """A CPU tensor at the start of its storage of ``byte_count`` bytes. Not initialised.
+
+        Its byte ``lead_bytes``, less than a page, is at the start of a page.
+        """
+        skip_bytes = -lead_bytes % ALIGNMENT_BYTES
+        with self._lock:
+            self._collect()
+            segment, slot = self._take(skip_bytes + byte_count)
             array_type = self._array_types.get(byte_count)
             if array_type is None:
                 array_type = self._array_types[byte_count] = ctypes.c_char * byte_count
-        if memory is None:
-            memory = _map(length)
-        skip = _skip(memory)
-        array: Any = array_type.from_buffer(memory, skip)
-        array.lease = _Lease(memory, self._returned)
+            self._may_hold_idle = True
+        array = segment.array(array_type, slot, skip_bytes)
+        array.lease = _Lease(segment, slot, self._returned)
         storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
 
     def release_idle(self) -> None:
         """Give what is idle back to the system."""
-        if self._returned or self._idle:
-            with self._lock:
-                self._returned.clear()
-                self._idle.clear()
+        if not self._may_hold_idle:
+            return
+        with self._lock:
+            self._collect()
+            for segment in self._segments:
+                segment.give_back(0, holes=True)
+            self._segments = [segment for segment in self._segments if segment.slots.slots_in_use]
+            self._may_hold_idle = bool(self._segments)
+
+    def _take(self, size_bytes: int) -> tuple[_Segment, Slot]:
+        for segment in self._segments:
+            slot = segment.allocate(size_bytes)
+            if slot is not None:
+                return segment, slot
+        segment = _Segment(-(-max(self._segment_bytes, size_bytes) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
+        self._segments.append(segment)
+        slot = segment.allocate(size_bytes)
+        assert slot is not None
+        return segment, slot
 
     def _collect(self) -> None:
         while self._returned:
-            self._idle.append(self._returned.popleft())
-        while sum(map(len, self._idle)) - len(self._idle) * HUGE_PAGE_BYTES > self._idle_limit_bytes:
-            self._idle.popleft()
-
-
-def _map(length: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole_bytes = (length - HUGE_PAGE_BYTES) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if whole_bytes:  # the rest stays on small pages: a huge one would hold memory that nobody uses
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE, _skip(memory), whole_bytes)
-    return memory
-
-
-def _skip(memory: mmap.mmap) -> int:
-    """Offset of the first huge page."""
-    return -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE_BYTES
+            segment, slot = self._returned.popleft()
+            segment.slots.free(slot)
+        left_bytes = self._idle_limit_bytes
+        for segment in self._segments:
+            if segment.idle_bytes > left_bytes:
+                segment.give_back(left_bytes)
+            left_bytes -= segment.idle_bytes

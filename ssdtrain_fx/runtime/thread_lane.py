@@ -91,12 +91,10 @@ class ThreadLane(Lane):
 
     # -- called by the engine ------------------------------------------------------------------------------------------
 
-    def allocate(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, byte_count: int
-    ) -> Tensor:
-        if self._tensor_memory is None or byte_count == 0:
-            return super().allocate(size, stride, dtype, device, byte_count)
-        return self._tensor_memory.allocate(size, stride, dtype, byte_count)
+    def allocate(self, entry: Entry, stride: Sequence[int], device: torch.device) -> Tensor:
+        if self._tensor_memory is None or entry.byte_count == 0:
+            return super().allocate(entry, stride, device)
+        return self._tensor_memory.allocate(entry.size, stride, entry.dtype, entry.byte_count)
 
     def enlist_copies(self, entry: Entry) -> None:
         if self._tensor_memory is not None:
@@ -385,7 +383,7 @@ class ThreadLane(Lane):
         end_s = ledger.traffic.clock()
         kept = None
         if error is not None:
-            kept = keep_bytes(buffer, chunk.length)
+            kept = keep_bytes(buffer.address, chunk.length)
             with ledger.lock:
                 ledger.note_write_error(error)
             ledger.tidy()

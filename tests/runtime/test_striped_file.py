@@ -141,8 +141,9 @@ def test_an_engine_uses_all_directories(io: str, tmp_path: Path) -> None:
         for entry in engine._ledger.entries.values():
             assert entry.slot is not None
             for chunk in entry.chunks:
-                start = entry.slot.offset_bytes + chunk.start
-                assert start // 65536 == (start + chunk.length - 1) // 65536
+                start, length = chunk.pages
+                start += entry.slot.offset_bytes
+                assert start // 65536 == (start + length - 1) // 65536
         for file in files:
             block = mmap.mmap(-1, 65536)
             file.read(memoryview(block), 0)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
@@ -16,10 +20,11 @@ def allocate(memory: TensorMemory, size: int) -> torch.Tensor:
     return memory.allocate((size // 4,), (1,), torch.float32, size)
 
 
+@pytest.mark.parametrize("lead", [0, 4, 4092])
 @pytest.mark.parametrize("size", [4, 4096, 3 * MIB, 4 * MIB + 4])
-def test_a_tensor_starts_on_a_page_and_can_be_written(size: int) -> None:
-    x = allocate(TensorMemory(), size)
-    assert x.data_ptr() % 4096 == 0
+def test_a_tensor_lies_on_its_pages_as_asked_for_and_can_be_written(size: int, lead: int) -> None:
+    x = TensorMemory().allocate((size // 4,), (1,), torch.float32, size, lead)
+    assert (x.data_ptr() + lead) % 4096 == 0
     assert x.storage_offset() == 0 and x.untyped_storage().nbytes() == size
     assert torch.equal(x.fill_(2.0), torch.full((size // 4,), 2.0))
 
@@ -35,16 +40,60 @@ def test_memory_is_used_again_when_the_last_view_has_died() -> None:
     assert allocate(memory, 4 * MIB).data_ptr() == address
 
 
-def test_what_lies_idle_is_bounded() -> None:
+def test_memory_of_one_size_serves_another() -> None:
+    memory = TensorMemory()
+    x, y = allocate(memory, 4 * MIB), allocate(memory, 2 * MIB)
+    addresses = range(x.data_ptr(), y.data_ptr() + 2 * MIB)
+    del x, y
+    small = [allocate(memory, MIB) for _ in range(6)]
+    assert all(tensor.data_ptr() in addresses for tensor in small)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3 * MIB // 4)), max_size=40))
+def test_tensors_own_their_pages(steps: list[tuple[int, int]]) -> None:
+    """Each one keeps its bytes while others come and go."""
+    memory = TensorMemory(idle_bytes=MIB, segment_bytes=4 * MIB)
+    living: dict[int, torch.Tensor] = {}
+    for value, (key, elements) in enumerate(steps):
+        living.pop(key, None)
+        if value % 7 == 3:
+            memory.release_idle()
+        lead = value % 1024 * 4
+        living[key] = memory.allocate((elements,), (1,), torch.float32, 4 * elements, lead).fill_(float(value))
+        pages = [set(range(x.data_ptr() // 4096, (x.data_ptr() + x.nbytes - 1) // 4096 + 1)) for x in living.values()]
+        assert len(set().union(*pages)) == sum(map(len, pages))
+        values = {key: x[0].item() for key, x in living.items()}
+        assert all(torch.equal(x, torch.full_like(x, values[key])) for key, x in living.items())
+
+
+def resident_bytes(address: int, length: int) -> int:
+    """What the system has given memory to, of whole pages."""
+    pages = (ctypes.c_ubyte * (length // 4096))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), pages) == 0
+    return 4096 * sum(page & 1 for page in pages)
+
+
+def test_what_lies_idle_is_bounded_and_goes_back_to_the_system() -> None:
     memory = TensorMemory(idle_bytes=8 * MIB)
-    tensors = [allocate(memory, 4 * MIB) for _ in range(5)]
-    tensors.clear()
-    del tensors
-    keep = allocate(memory, 4 * MIB)
-    assert len(memory._idle) == 1  # pyright: ignore[reportPrivateUsage]
+    tensors = [allocate(memory, 4 * MIB).fill_(1.0) for _ in range(5)]
+    start = tensors[0].data_ptr()
+    del tensors[1:]
+    assert memory.idle_bytes == 8 * MIB
+    assert resident_bytes(start, 20 * MIB) <= 12 * MIB
     memory.release_idle()
-    assert not memory._idle  # pyright: ignore[reportPrivateUsage]
-    keep.zero_()
+    assert memory.idle_bytes == 0
+    assert resident_bytes(start, 20 * MIB) == 4 * MIB
+    assert torch.equal(tensors[0], torch.ones(MIB))
+
+
+def test_holes_go_back_to_the_system_too() -> None:
+    memory = TensorMemory()
+    first, hole, last = (allocate(memory, 4 * MIB).fill_(1.0) for _ in range(3))
+    start = first.data_ptr()
+    del hole
+    memory.release_idle()
+    assert resident_bytes(start, 12 * MIB) == 8 * MIB
+    assert torch.equal(first, last)
 
 
 def test_asking_for_aio_is_enough_to_get_it(ssd_dir: str) -> None:

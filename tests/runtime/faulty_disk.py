@@ -16,6 +16,7 @@ import ctypes
 import dataclasses
 import errno
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ from ssdtrain_fx.runtime.spill_file import bytes_done
 
 CHUNK_BYTES = 4096
 
-LaneKind = Literal["aio", "threads", "cuda", "kvikio"]
+LaneKind = Literal["aio", "source", "threads", "cuda", "kvikio"]
+"""``source`` is native AIO without staging: tensors in which there is a whole page are written from where they are."""
 Operation = Literal["write", "read", "grow"]
 
 
@@ -182,14 +184,15 @@ class FaultyDisk(GrowingBytes):
         assert self.kvikio.open_count == 0
 
     def open_engine(self, lane: LaneKind, config: EngineConfig, handles: Iterator[int] | None = None) -> Engine:
-        file = FaultyFile(self, direct=lane == "aio")
+        file = FaultyFile(self, direct=lane in ("aio", "source"))
         common: dict[str, Any] = {"chunk_bytes": self.chunk_bytes, "clock": self.clock, "handles": handles}
         if lane == "cuda":
             engine = StandInEngine(config, file, self.cuda, **common)
         elif lane == "kvikio":
             engine = KvikioStandInEngine(config, self.kvikio, self.cuda, open_file=lambda _: file, **common)
         else:
-            open_aio = (lambda: FaultyAio(self)) if lane == "aio" else no_aio
+            open_aio = no_aio if lane == "threads" else lambda: FaultyAio(self)
+            common["from_source_bytes"] = 1 if lane == "source" else sys.maxsize
             engine = Engine(config, open_file=lambda _: file, open_aio=open_aio, **common)
         self.files.append(file)
         return engine

@@ -183,6 +183,10 @@ class OperationsByAio(Operations):
     lane = "aio"
 
 
+class OperationsFromSource(Operations):
+    lane = "source"
+
+
 class OperationsByThreads(Operations):
     lane = "threads"
 
@@ -204,6 +208,8 @@ many = settings(max_examples=500, stateful_step_count=20, deadline=None)
 
 TestByAio = OperationsByAio.TestCase
 TestByAio.settings = many
+TestFromSource = OperationsFromSource.TestCase
+TestFromSource.settings = many
 TestByThreads = OperationsByThreads.TestCase
 TestByThreads.settings = many
 TestByCuda = OperationsByCuda.TestCase

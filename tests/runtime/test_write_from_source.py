@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from faulty_disk import Fault, FaultyDisk, Hang
 from runtime_fakes import FakeAio, MemoryFile, fetch, offload
 from torch import Tensor
 
-from ssdtrain_fx.errors import ActivationLostError
+from ssdtrain_fx.errors import ActivationLostError, StalledDiskError
 from ssdtrain_fx.runtime.aio_lane import FROM_SOURCE_BYTES
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
@@ -226,3 +227,19 @@ def test_on_a_real_disk(tmp_path: Path) -> None:
             tokens = [offload(engine, x.clone()) for x in originals]
             for token, original in zip(tokens, originals, strict=True):
                 assert torch.equal(fetch(engine, token, original), original)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_disk_that_hangs(checksum: bool) -> None:
+    """`release` gives up after the timeout and can be called again."""
+    disk = FaultyDisk(Fault("write", 0, Hang()))
+    x = tensor_at(100, 4 * PAGE)
+    original = x.clone()
+    with disk.engine("source", "/tmp", io_timeout_s=60.0, checksum=checksum) as engine:
+        token = engine.offload(x, "gelu_3")
+        with pytest.raises(StalledDiskError, match="'gelu_3'"):
+            engine.release(token, x)
+        disk.let_go()
+        token = engine.release(token, x)
+        x.fill_(7)
+        assert torch.equal(fetch(engine, token, original), original)

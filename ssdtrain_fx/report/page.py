@@ -52,6 +52,7 @@ def _graph_data(graph: GraphReport, report: Report) -> dict[str, Any]:
         "summary": graph.summary(report.rated_endurance_bytes),
         "lifetime": format_lifetime(graph.endurance(report.rated_endurance_bytes).lifetime_s),
         "hardware": graph.problem.hardware.device,
+        "costs": str(graph.costs),
         "offloaded_bytes": plan.offloaded_bytes,
         "host_peak_bytes": plan.host_peak_bytes,
         "floor_bytes": plan.floor_bytes,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ssdtrain_fx import OffloadConfig, Report, explain
+from ssdtrain_fx.passes.node_calls import CostSources, Unmeasured
 from ssdtrain_fx.passes.plan import Decision, Keep
 from ssdtrain_fx.report.decisions import STYLES
 from ssdtrain_fx.report.page import render_page
@@ -88,6 +89,19 @@ def test_it_shows_the_figures_of_the_plan(browser: Any, report: Report, tmp_path
     for name, _ in plan.peak_before.largest:
         assert name in peaks
     opened.close()
+
+
+@needs_chromium
+def test_it_tells_where_the_seconds_come_from(browser: Any, report: Report, tmp_path: Path) -> None:
+    (graph,) = report.graphs
+    costs = CostSources(
+        measured=3, roofline=4, unmeasured=(Unmeasured("aten.<sort>", "a size that depends on data", 2),)
+    )
+    for one in (graph, dataclasses.replace(graph, costs=costs)):
+        opened = Opened(browser, Report((one,)), tmp_path)
+        assert f"planned for a machine for tests; {one.costs}. " in opened.page.locator("#footer").inner_text()
+        opened.close()
+    assert re.fullmatch(r"seconds per node: 0 measured, \d+ by roofline", str(graph.costs))
 
 
 @needs_chromium

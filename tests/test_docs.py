@@ -22,7 +22,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -182,23 +181,74 @@ def test_command_runs(name: str, tmp_path: Path) -> None:
     assert run([sys.executable, "-m", "ssdtrain_fx", *arguments], tmp_path)
 
 
-def templates() -> Iterator[str]:
-    """Every string of the package, with `…` for what is put in when it is shown."""
-    for path in (ROOT / "ssdtrain_fx").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
-                yield "".join(map(str, parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield re.sub(r"%(\.\d+)?[sfdi]", "…", node.value)
+TREES = [ast.parse(path.read_text()) for path in sorted((ROOT / "ssdtrain_fx").rglob("*.py"))]
+LOGGED = {"log.warning", "log.error", "log.exception", "log.critical", "warnings.warn"}
+
+
+def template(node: ast.expr) -> str:
+    """The text of an expression, with `…` for what is put in when it is shown."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return " ".join(re.sub(r"%(\.\d+)?[sfdir]", "…", text).split())
+        case ast.JoinedStr(values=parts):
+            texts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts]
+            return " ".join("".join(texts).split())
+        case _:
+            return "…"
+
+
+def error_names() -> set[str]:
+    """The classes of `errors.py`, and whatever is derived from one of them anywhere in the package."""
+    classes = [node for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    while derived := {one.name for one in classes if names & {ast.unparse(base) for base in one.bases}} - names:
+        names |= derived
+    return names
+
+
+def messages() -> set[str]:
+    """What the errors and warnings of the package say. An error that passes on the message of another one adds none."""
+    names = error_names()
+    found: set[str] = set()
+    for call in (node for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        called = ast.unparse(call.func)
+        if called in LOGGED:
+            texts = [template(call.args[0])]
+        elif called in names:
+            texts = [template(argument) for argument in call.args]
+        else:
+            continue
+        if called == "InternalError":  # whatever it is about, its last words say what to do
+            texts = ["This is a bug in ssdtrain_fx, not in your model. Please report it with the text above."]
+        found.update(text for text in texts if re.search(r"\w", text))
+    return found
+
+
+def headings() -> list[str]:
+    found = re.findall(r"^### (?:`` ?(.*?) ?``|`(.*)`)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    return ["".join(one) for one in found]
 
 
 def test_headings_of_troubleshooting_are_messages() -> None:
-    headings = re.findall(r"^### (?:`` ?(.*?) ?``|`(.*)`)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
-    messages = [" ".join(template.split()) for template in templates()]
-    unknown = ["".join(heading) for heading in headings if not any("".join(heading) in text for text in messages)]
-    assert len(headings) > 50
-    assert unknown == []
+    texts = [template(node) for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.expr)]
+    assert len(headings()) > 50
+    assert [heading for heading in headings() if not any(heading in text for text in texts)] == []
+
+
+def test_every_message_has_a_heading_in_troubleshooting() -> None:
+    """A heading is a part of the message, long enough to be no part of others."""
+    assert len(messages()) > 50
+    assert [heading for heading in headings() if len(re.findall(r"\w\w+", heading)) < 2] == []
+    assert sorted(text for text in messages() if not any(heading in text for heading in headings())) == []
+
+
+def test_every_class_of_errors_is_on_the_page() -> None:
+    """All but their base: what is caught by its name is looked for by it."""
+    page = (DOCS / "troubleshooting.md").read_text()
+    classes = [one for one in vars(errors).values() if isinstance(one, type) and one is not errors.SSDTrainError]
+    assert [
+        one.__name__ for one in classes if f"`{one.__name__}" not in page and f": {one.__name__}:" not in page
+    ] == []
 
 
 def test_every_option_is_in_the_table() -> None:

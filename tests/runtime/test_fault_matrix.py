@@ -51,12 +51,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CHECKING_LANES: list[LaneKind] = ["aio", "threads", "cuda"]
 """Bytes come by the processor: they can be checked, and what is missing can be asked for again."""
 LANES: list[LaneKind] = [*CHECKING_LANES, "kvikio"]
+"""Not "source": where a page begins is chance there, and so is what the disk sees. It has a part of its own below."""
 DISK_ERRORS = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ENODEV, errno.ESTALE]
 WIDTH = 40
 TENSOR_BYTES = WIDTH * WIDTH * 4  # 6400: two chunks
 SLOT_BYTES = 2 * CHUNK_BYTES
 TENSORS = 5
 CHUNKS = 2 * TENSORS
+WIDE = 56
+"""12544 bytes: three pages or two are whole."""
 PLACES = {"first": 0, "middle": CHUNKS // 2, "last": CHUNKS - 1}
 
 by_lane = pytest.mark.parametrize("lane", LANES)
@@ -71,10 +74,10 @@ def layers(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> tuple[Ten
     return (x.square().sum(),)
 
 
-def arguments() -> list[Tensor]:
+def arguments(width: int = WIDTH) -> list[Tensor]:
     """``x`` and three weights."""
     generator = torch.Generator().manual_seed(1)
-    tensors = [torch.randn(WIDTH, WIDTH, generator=generator) for _ in range(4)]
+    tensors = [torch.randn(width, width, generator=generator) for _ in range(4)]
     return [tensors[0], *(weight.requires_grad_() for weight in tensors[1:])]
 
 
@@ -84,7 +87,7 @@ class Step:
 
     compiled: Callable[..., Any]
     engine: Engine
-    arguments: list[Tensor] = dataclasses.field(default_factory=arguments)
+    arguments: list[Tensor]
 
     def __post_init__(self) -> None:
         self.weights = self.arguments[1:]
@@ -143,8 +146,13 @@ def compiled(config: OffloadConfig) -> Callable[..., Any]:
     return backend(config)(fx.symbolic_trace(layers), arguments())
 
 
+@pytest.fixture(scope="module")
+def compiled_wide(config: OffloadConfig) -> Callable[..., Any]:
+    return backend(config)(fx.symbolic_trace(layers), arguments(WIDE))
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _fast_garbage_collection(compiled: Callable[..., Any]) -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
+def _fast_garbage_collection(compiled: Callable[..., Any], compiled_wide: Callable[..., Any]) -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
     """What is there already, torch above all, need not be searched in every test."""
     gc.freeze()
     yield
@@ -153,7 +161,10 @@ def _fast_garbage_collection(compiled: Callable[..., Any]) -> Iterator[None]:  #
 
 @pytest.fixture
 def start(
-    config: OffloadConfig, compiled: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    config: OffloadConfig,
+    compiled: Callable[..., Any],
+    compiled_wide: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[..., Step]]:
     """``start(disk, lane, **options)``: a step whose engine works on ``disk``."""
     disks: list[FaultyDisk] = []
@@ -165,7 +176,9 @@ def start(
         ops.close()
         disks.append(disk)
         monkeypatch.setattr(ops._engines, "_open_engine", open_engine)
-        return Step(compiled, ops._engines.open(config.engine_config().to_argument()))
+        engine = ops._engines.open(config.engine_config().to_argument())
+        wide = lane == "source"
+        return Step(compiled_wide if wide else compiled, engine, arguments(WIDE if wide else WIDTH))
 
     yield on
     for disk in disks:
@@ -503,6 +516,121 @@ def test_kvikio_cannot_tell_damage_so_checksums_are_refused(
     assert not disk.files
     step = start(disk, "kvikio", checksum=True, io="auto")
     assert "checksum mismatch" in step.lose(step.forward_to_disk())
+    step.check_nothing_is_left()
+
+
+# -- written from where they are ---------------------------------------------------------------------------------------
+
+
+def try_step(step: Step) -> str:
+    """Right gradients, or an error and none. Returns its message."""
+    loss = step.forward_to_disk()
+    try:
+        loss.backward()
+    except ActivationLostError as error:
+        assert all(weight.grad is None for weight in step.weights)
+        return str(error)
+    step.check_gradients()
+    return ""
+
+
+from_source_numbers = pytest.mark.parametrize("number", [*range(0, 2 * TENSORS, 3), None])
+
+
+def test_tensors_are_written_from_where_they_are(start: Callable[..., Step]) -> None:
+    """Whole pages, and nothing else: the edges stay in memory."""
+    disk = FaultyDisk()
+    step = start(disk, "source")
+    step.run()
+    assert 2 * TENSORS <= disk.counts["write"] == disk.counts["read"] <= 3 * TENSORS
+    assert step.settled().staging_bytes == 0
+    step.check_nothing_is_left()
+
+
+@from_source_numbers
+@pytest.mark.parametrize("effect", [*map(Fail, DISK_ERRORS), Short(0), Short(100)], ids=str)
+def test_failed_writes_of_what_is_written_from_where_it_is(
+    start: Callable[..., Step], number: int | None, effect: Fail | Short
+) -> None:
+    step = start(FaultyDisk(Fault("write", number, effect)), "source")
+    assert try_step(step) == ""
+    assert step.settled().kept == (TENSORS if number is None else 1)
+    step.run()
+    step.check_nothing_is_left()
+
+
+@from_source_numbers
+@pytest.mark.parametrize("effect", [*map(Fail, DISK_ERRORS), Short(0), Short(100)], ids=str)
+def test_failed_reads_of_what_was_written_from_where_it_was(
+    start: Callable[..., Step], number: int | None, effect: Fail | Short
+) -> None:
+    disk = FaultyDisk(Fault("read", number, effect))
+    step = start(disk, "source")
+    assert "cannot be read back" in try_step(step)
+    disk.faults.clear()
+    step.run()
+    step.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("capacity_chunks", range(0, 3 * TENSORS, 2))
+def test_a_disk_that_is_full_for_what_is_written_from_where_it_is(
+    start: Callable[..., Step], capacity_chunks: int
+) -> None:
+    disk = FaultyDisk()
+    disk.capacity_bytes = capacity_chunks * CHUNK_BYTES
+    step = start(disk, "source")
+    step.run()
+    disk.capacity_bytes = None
+    step.run()
+    step.check_nothing_is_left()
+
+
+@given(
+    operation=st.sampled_from(["write", "read"]),
+    number=st.integers(0, 2 * TENSORS - 1),
+    effect=st.builds(Torn, st.integers(0, CHUNK_BYTES - 1))
+    | st.builds(Flip, st.integers(0, CHUNK_BYTES - 1), st.integers(1, 255)),
+)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damage_of_what_is_written_from_where_it_is(
+    start: Callable[..., Step], operation: Operation, number: int, effect: Torn | Flip
+) -> None:
+    """Every byte that is written belongs to a tensor; one that is zero already may be torn away."""
+    disk = FaultyDisk(Fault(operation, number, effect))
+    message = try_step(start(disk, "source", checksum=True))
+    assert "checksum mismatch" in message or (isinstance(effect, Torn) and message == "")
+
+
+@by_place
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_a_disk_that_hangs_with_what_is_written_from_where_it_is(
+    start: Callable[..., Step], operation: Operation, number: int
+) -> None:
+    """A release waits for the disk there: nothing may change the tensor while the disk reads from it."""
+    disk = FaultyDisk(Fault(operation, number, Hang()))
+    step = start(disk, "source", io_timeout_s=60.0)
+    if operation == "write":
+        with pytest.raises(StalledDiskError, match=r"no transfer has ended for 60.0 s while "):
+            step.forward_to_disk()
+    else:
+        assert "no transfer has ended for 60.0 s while " in step.lose(step.forward_to_disk())
+    disk.let_go()
+    gc.collect()
+    step.run()
+    step.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+def test_an_exception_while_tensors_are_written_from_where_they_are(start: Callable[..., Step], call: int) -> None:
+    """In forward (calls 1 to 3) or in backward, with transfers under way."""
+    late = Late(0.001)
+    step = start(FaultyDisk(Fault("write", None, late), Fault("read", None, late)), "source")
+    with failing_at(call):
+        step.forward().backward()
+    step.check_nothing_is_left()
+    for weight in step.weights:
+        weight.grad = None
+    step.run()
     step.check_nothing_is_left()
 
 

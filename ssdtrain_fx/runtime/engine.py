@@ -34,7 +34,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ssdtrain_fx.errors import ConfigError, InternalError, StalledDiskError
+from ssdtrain_fx.errors import ConfigError, InternalError
 from ssdtrain_fx.runtime.admission import Admission
 from ssdtrain_fx.runtime.aio import Aio, AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.aio_lane import AIO_CHUNK_BYTES, FROM_SOURCE_BYTES, AioLane
@@ -45,13 +45,14 @@ from ssdtrain_fx.runtime.graph_runs import GraphRuns
 from ssdtrain_fx.runtime.held_tensors import HeldTensors
 from ssdtrain_fx.runtime.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
 from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover
-from ssdtrain_fx.runtime.lane import BLOCK_S, Lane
+from ssdtrain_fx.runtime.lane import Lane
 from ssdtrain_fx.runtime.layout import copy_elements, copy_with_layout, movable, same_layout, span_bytes
 from ssdtrain_fx.runtime.ledger import Ahead, Entry, Fill, Ledger, lost
 from ssdtrain_fx.runtime.movers import CpuMover
-from ssdtrain_fx.runtime.patience import Clock, Patience
+from ssdtrain_fx.runtime.patience import Clock
 from ssdtrain_fx.runtime.spill_file import ChunkFile
 from ssdtrain_fx.runtime.staging import CHUNK_BYTES, StagingPool
+from ssdtrain_fx.runtime.stalls import Stalls
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.striped_file import open_spill_file
 from ssdtrain_fx.runtime.tensor_memory import TensorMemory
@@ -111,6 +112,7 @@ class Engine:
         self._directories = directories
         self._file = open_file(directories)
         self._ledger = Ledger(self._file, Admission(config.max_stall_share, clock), Traffic(clock))
+        self._stalls = Stalls(self._ledger, config.io_timeout_s, clock, self._describe_transfers)
         self._runs = GraphRuns(self._ledger)
         self._held = HeldTensors()
         self._lanes: dict[str, Lane] = {}
@@ -179,7 +181,7 @@ class Engine:
         with ledger.lock:
             ledger.check_usable(name)
             ledger.drain()
-            stall_s = self._predict_stall_s(lane, entry, out_s, back_s)
+            stall_s = self._stalls.predict_s(lane, entry, out_s, back_s)
             moves = byte_count == 0 or ledger.admission.admits(stall_s)
             if link:
                 self._runs.add(entry, handle, link)
@@ -219,7 +221,7 @@ class Engine:
             ledger.check_usable(entry.name)
             ledger.drain()
             lane.make_progress()
-            self._wait_until_copied(lane, entry, self._runs.must_leave(entry) if late else [entry])
+            self._stalls.wait_until_copied(lane, entry, self._runs.must_leave(entry) if late else [entry])
             copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]
             staying = entry.source.tensor if entry.stays and entry.source is not None else None
             leaves_late = late and staying is None and entry.uncopied > 0
@@ -309,22 +311,9 @@ class Engine:
                 "passed a copy, which nothing will fill."
             )
         lane = self._lane(entry.device.type)
-        error: BaseException | None = None
         with ledger.lock:
             lane.make_progress()
-            if fill.unissued:
-                lane.hurry(fill)
-                start_s = self._clock()
-                patience = self._patience()
-                try:
-                    while fill.unissued:
-                        self._wait_for_progress(lane, entry, patience)
-                except StalledDiskError as stalled:
-                    error = stalled
-                stall_s = self._clock() - start_s
-                ledger.counters.wait_stall_s += stall_s
-                self._pay(entry, stall_s)
-            error = error or fill.error
+            error = self._stalls.wait_until_filled(lane, fill)
         ledger.tidy()
         if error is not None:
             raise lost(entry, self._file.path, error) from error
@@ -417,13 +406,13 @@ class Engine:
         ledger = self._ledger
         with ledger.lock:
             ledger.drain()
-            patience = self._patience()
+            patience = self._stalls.patience()
             while ledger.counters.in_flight_bytes:
                 ledger.check_usable("what is in flight")
                 for lane in tuple(self._lanes.values()):
                     lane.make_progress()
                     if ledger.counters.in_flight_bytes:
-                        self._check(patience, "what is in flight")
+                        self._stalls.check(patience, "what is in flight")
                         lane.wait_for_progress(IDLE_POLL_S)
         ledger.tidy()
 
@@ -443,7 +432,7 @@ class Engine:
                 timeout_s = min(timeout_s, AFTER_FAILURE_S)
         with self._lanes_lock:
             lanes = tuple(self._lanes.values())
-        unfinished = [lane for lane in lanes if not lane.close(self._patience(timeout_s))]
+        unfinished = [lane for lane in lanes if not lane.close(self._stalls.patience(timeout_s))]
         with ledger.lock:
             left_over = self._describe_transfers()
             ledger.trash.extend(ledger.entries.values())
@@ -571,51 +560,6 @@ class Engine:
         chunk_bytes, stripe_bytes = self._chunk_bytes or default_bytes, self._file.stripe_bytes
         return chunk_bytes if stripe_bytes is None else math.gcd(chunk_bytes, stripe_bytes)
 
-    def _predict_stall_s(self, lane: Lane, entry: Entry, out_s: float | None, back_s: float | None) -> float:
-        """For how much longer than planned a release and a wait would stall. Needs the lock."""
-        meters, counters = self._ledger.traffic.meters, self._ledger.counters
-        stall_s = 0.0
-        if out_s is not None:
-            staging_bytes = 0 if entry.from_source else lane.staging_bytes
-            unstaged_bytes = counters.unwritten_bytes + counters.held_bytes + entry.byte_count - staging_bytes
-            stall_s += max(0.0, meters[Direction.WRITE].transfer_s(unstaged_bytes) - out_s)
-        if back_s is not None and not entry.host:
-            stall_s += max(0.0, meters[Direction.READ].transfer_s(entry.byte_count) - back_s)
-        return stall_s
-
-    def _wait_until_copied(self, lane: Lane, entry: Entry, awaited: Sequence[Entry]) -> None:
-        """Wait until the ``awaited`` have left their tensors; if that takes too long, ``entry`` stays in its own.
-
-        Needs the lock.
-        """
-        if not any(other.uncopied for other in awaited):
-            return
-        ledger = self._ledger
-        start_s = self._clock()
-        limit_s = entry.charged_s + ledger.admission.patience_s()
-        if entry.fills:  # a reload that came before the release reads the file
-            limit_s = math.inf
-        patience = self._patience()
-        while any(other.uncopied for other in awaited):
-            left_s = limit_s - (self._clock() - start_s)
-            if left_s <= 0:
-                if entry.uncopied:
-                    ledger.stay(entry)
-                break
-            self._wait_for_progress(lane, entry, patience, left_s)
-        stall_s = self._clock() - start_s
-        ledger.counters.release_stall_s += stall_s
-        self._pay(entry, stall_s)
-
-    def _pay(self, entry: Entry, stall_s: float) -> None:
-        """A stall of ``entry`` is over; what was predicted of it is paid for already. Needs the lock."""
-        ledger = self._ledger
-        if ledger.trace is not None:
-            ledger.trace.add_stall(entry, stall_s)
-        predicted_s = min(entry.charged_s, stall_s)
-        entry.charged_s -= predicted_s
-        ledger.admission.charge(stall_s - predicted_s)
-
     def _keep(self, entry: Entry, x: Tensor, source: Tensor, late: bool) -> None:
         """``x`` stays in memory.
 
@@ -653,28 +597,6 @@ class Engine:
             entry.waited_addresses.add(y.data_ptr())
         ledger.tidy()
         return y
-
-    def _wait_for_progress(self, lane: Lane, entry: Entry, patience: Patience, limit_s: float = BLOCK_S) -> None:
-        """Needs the lock. Raises StalledDiskError."""
-        self._ledger.check_usable(entry.name)
-        left_s = self._check(patience, repr(entry.name))
-        if not lane.wait_for_progress(min(BLOCK_S, left_s, limit_s)):
-            raise InternalError(f"{entry.name!r}: nothing is under way that could be waited for")
-
-    def _patience(self, timeout_s: float = math.inf) -> Patience:
-        """The shorter one of ``timeout_s`` and what the user chose."""
-        chosen_s = self.config.io_timeout_s
-        return Patience(self._ledger, timeout_s if chosen_s is None else min(timeout_s, chosen_s), self._clock)
-
-    def _check(self, patience: Patience, awaited: str) -> float:
-        """How long to wait for ``awaited`` at most. Needs the lock. Raises StalledDiskError."""
-        left_s = patience.left_s()
-        if not left_s:
-            raise StalledDiskError(
-                f"no transfer has ended for {self.config.io_timeout_s} s while {awaited} was waited for; the disk "
-                f"hangs, or io_timeout_s is too short for it. {self._describe_transfers()}"
-            )
-        return left_s
 
     def _describe_transfers(self) -> str:
         """Needs the lock."""

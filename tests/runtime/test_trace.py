@@ -113,13 +113,13 @@ def test_a_stall_lies_within_its_op(
     token = offload(engine, x.clone())
     engine.wait_until_idle()
     file.reads_may_go_on.clear()
-    block = engine._wait_for_progress
+    block = engine._stalls.wait_for_progress
 
     def open_and_block(*arguments: Any) -> None:
         file.reads_may_go_on.set()
         block(*arguments)
 
-    monkeypatch.setattr(engine, "_wait_for_progress", open_and_block)
+    monkeypatch.setattr(engine._stalls, "wait_for_progress", open_and_block)
     with record(path, OneEngine(engine)):
         fetch(engine, token, x)
     events = whole(read(path))

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdtrain_fx import Statistics, statistics, zoo
+from ssdtrain_fx import OffloadConfig, Statistics, backend, statistics, zoo
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.runtime import ops
-from ssdtrain_fx.testing import CapturedStep, capture_step, toy_hardware
+from ssdtrain_fx.testing import CapturedStep, assert_same_bits, capture_step, gradients_of, toy_hardware
 
 NUM_STEPS = 3
 
@@ -65,6 +65,20 @@ def settled_statistics() -> Statistics:
     for engine in tuple(ops._engines._by_config.values()):  # pyright: ignore[reportPrivateUsage]
         engine.wait_until_idle()
     return statistics()
+
+
+def compare_gradients(model: nn.Module, inner: Any, offloading: OffloadConfig, train: Callable[[Any], object]) -> None:
+    """Call ``train(compiler)`` with ``inner`` and with offloading. The gradients that ``model`` accumulates must be
+    equal, and nothing may be left on the disk."""
+    gradients: list[dict[str, Tensor]] = []
+    for compiler in (inner, backend(offloading)):
+        torch._dynamo.reset()
+        model.zero_grad(set_to_none=True)
+        moved = counted(lambda compiler=compiler: train(compiler))
+        gradients.append(gradients_of(model))
+        assert (moved.offloads > 0) == (compiler != inner)
+    assert_same_bits(gradients[1], gradients[0])
+    assert settled_statistics().slots_in_use == 0
 
 
 def counted(function: Callable[[], Any]) -> Statistics:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import FAST_DISK, settled_statistics, small_model
+from steps import FAST_DISK, compare_gradients, settled_statistics, small_model
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -67,16 +67,12 @@ def compare(inner: Any, loop: Callable[[Tower, list[Tensor]], None], **options: 
     torch.manual_seed(0)
     tower = Tower()
     batches = [torch.randn(8, WIDTH) for _ in range(4)]
-    gradients: list[dict[str, Tensor]] = []
-    for compiler in (inner, backend(everything(inner, **options))):
-        tower.zero_grad(set_to_none=True)
+
+    def train(compiler: Any) -> None:
         compile_layers(tower, compiler)
-        before = statistics()
         loop(tower, batches)
-        gradients.append(gradients_of(tower))
-        assert (statistics().since(before).offloads > 0) == (compiler != inner)
-    assert_same_bits(gradients[1], gradients[0])
-    assert settled_statistics().slots_in_use == 0
+
+    compare_gradients(tower, inner, everything(inner, **options), train)
 
 
 def one_after_the_other(tower: Tower, batches: list[Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-from steps import settled_statistics, small_model
+from steps import compare_gradients, settled_statistics, small_model
 from torch import Tensor, nn
 
 from ssdtrain_fx import OffloadConfig, backend, statistics
@@ -42,16 +42,9 @@ def compare(inner: str, loop: Callable[[Callable[..., Tensor], list[Tensor]], No
     torch.manual_seed(0)
     model = Tower()
     batches = [torch.randn(8, 32) for _ in range(4)]
-    gradients: list[dict[str, Tensor]] = []
-    for compiler in (inner, backend(everything(inner))):
-        torch._dynamo.reset()
-        model.zero_grad(set_to_none=True)
-        before = statistics()
-        loop(torch.compile(model, backend=compiler), batches)
-        gradients.append(gradients_of(model))
-        assert (statistics().since(before).offloads > 0) == (compiler != inner)
-    assert_same_bits(gradients[1], gradients[0])
-    assert settled_statistics().slots_in_use == 0
+    compare_gradients(
+        model, inner, everything(inner), lambda compiler: loop(torch.compile(model, backend=compiler), batches)
+    )
 
 
 @pytest.mark.parametrize("inner", INNERS)

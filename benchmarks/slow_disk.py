@@ -38,40 +38,88 @@ from ssdtrain_fx import OffloadConfig, Statistics, backend, explain, zoo
 from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.probe import load_hardware
 from ssdtrain_fx.runtime import ops
+from ssdtrain_fx.runtime.aio import WRITE, KernelAio
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.spill_file import SpillFile
+from ssdtrain_fx.runtime.traffic import Direction
 from ssdtrain_fx.units import format_bytes
 
 WARM_UP_ROUNDS = 3
 
 
-class SlowFile(SpillFile):
-    """A spill file on a disk with the rates of ``hardware`` divided by ``slower``; both directions share its time."""
+class SlowDisk:
+    """The rates of ``hardware`` divided by ``slower``. Transfers take turns, whatever their direction."""
 
-    def __init__(self, directory: str, hardware: Hardware, slower: float) -> None:
-        super().__init__(directory)
-        self._write_s_per_byte = slower / hardware.write.bytes_per_s
-        self._read_s_per_byte = slower / hardware.read.bytes_per_s
+    def __init__(self, hardware: Hardware, slower: float) -> None:
+        self._s_per_byte = {
+            Direction.WRITE: slower / hardware.write.bytes_per_s,
+            Direction.READ: slower / hardware.read.bytes_per_s,
+        }
         self._free_at_s = 0.0
         self._lock = threading.Lock()
 
+    def end_s(self, direction: Direction, byte_count: int) -> float:
+        """When a transfer that begins now is over, by ``time.perf_counter``."""
+        with self._lock:
+            self._free_at_s = max(self._free_at_s, time.perf_counter()) + byte_count * self._s_per_byte[direction]
+            return self._free_at_s
+
+
+class SlowFile(SpillFile):
+    """What threads see of a slow disk."""
+
+    def __init__(self, directory: str, disk: SlowDisk) -> None:
+        super().__init__(directory)
+        self._disk = disk
+
     def write(self, data: memoryview, offset_bytes: int) -> None:
-        over_s = self._reserve(len(data) * self._write_s_per_byte)
+        end_s = self._disk.end_s(Direction.WRITE, len(data))
         super().write(data, offset_bytes)
-        time.sleep(max(0.0, over_s - time.perf_counter()))
+        time.sleep(max(0.0, end_s - time.perf_counter()))
 
     def read(self, data: memoryview, offset_bytes: int) -> None:
-        over_s = self._reserve(len(data) * self._read_s_per_byte)
+        end_s = self._disk.end_s(Direction.READ, len(data))
         super().read(data, offset_bytes)
-        time.sleep(max(0.0, over_s - time.perf_counter()))
+        time.sleep(max(0.0, end_s - time.perf_counter()))
 
-    def _reserve(self, duration_s: float) -> float:
-        with self._lock:
-            self._free_at_s = max(self._free_at_s, time.perf_counter()) + duration_s
-            return self._free_at_s
+
+class SlowAio(KernelAio):
+    """What native AIO sees of it: answers come late."""
+
+    def __init__(self, disk: SlowDisk) -> None:
+        super().__init__()
+        self._disk = disk
+        self._end_s: dict[int, float] = {}
+        """Of the requests under way, by cookie."""
+        self._held: dict[int, int] = {}
+        """Results of the kernel that are not told yet."""
+        self._told: list[tuple[int, int]] = []
+
+    def submit(self, opcode: int, descriptor: int, address: int, length: int, offset: int, cookie: int) -> bool:
+        self._end_s[cookie] = self._disk.end_s(Direction.WRITE if opcode == WRITE else Direction.READ, length)
+        return super().submit(opcode, descriptor, address, length, offset, cookie)
+
+    def reap(self, min_events: int, timeout_s: float) -> None:
+        give_up_s = time.perf_counter() + timeout_s
+        self._told = []
+        while True:
+            super().reap(0, 0.0)
+            self._held.update(super().answers())
+            now_s = time.perf_counter()
+            for cookie in [cookie for cookie in self._held if self._end_s[cookie] <= now_s]:
+                self._told.append((cookie, self._held.pop(cookie)))
+                del self._end_s[cookie]
+            if len(self._told) >= min_events or now_s >= give_up_s:
+                return
+            time.sleep(
+                max(0.0, min([give_up_s, now_s + 0.001, *(self._end_s[cookie] for cookie in self._held)]) - now_s)
+            )
+
+    def answers(self) -> list[tuple[int, int]]:
+        return self._told
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +201,11 @@ def slow_engines(variants: Sequence[Variant], hardware: Hardware, slower: float)
             config = dataclasses.replace(config, max_stall_share=None)
         if not variant.slow:
             return Engine(config, handles=handles)
-        return Engine(config, handles=handles, open_file=lambda directories: SlowFile(directories[0], hardware, slower))
+        disk = SlowDisk(hardware, slower)
+        open_aio = None if config.io == "posix" else lambda: SlowAio(disk)
+        return Engine(
+            config, handles=handles, open_file=lambda directories: SlowFile(directories[0], disk), open_aio=open_aio
+        )
 
     return Engines(open_engine)
 

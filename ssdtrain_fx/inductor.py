@@ -26,13 +26,14 @@ from torch import fx
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx._torch_private import inductor as private
+from ssdtrain_fx._torch_private.inductor_fusion import fusing_as_planned
 from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.dry_run import compile_to_zeros
 from ssdtrain_fx.function_names import display_name, stable_name
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.chains import find_activation_inputs
 from ssdtrain_fx.passes.joint_graph import join, split
-from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
+from ssdtrain_fx.passes.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,10 @@ class _CompileBothHalves:
         moves = bool(name_by_token or find(gm.graph, RELOAD))
         # Inductor would hold a buffer that nobody needs any more for as long as a later one of the same size may take
         # it over. It judges by its own estimate of the peak, which knows nothing of what is offloaded.
-        with private.settings(allow_buffer_reuse=False) if moves else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if moves:
+                stack.enter_context(private.settings(allow_buffer_reuse=False))
+                stack.enter_context(fusing_as_planned(frozenset(OPS)))
             code = private.compile_fx_inner(gm, example_inputs, **kwargs)
         if name_by_token:
             strides = private.offload_strides_in(code, "torch.ops.ssdtrain.offload.default")

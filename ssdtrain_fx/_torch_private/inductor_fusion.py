@@ -1,0 +1,92 @@
+"""Which kernels Inductor fuses, where the plan has to know (see the table in ``_torch_private``)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch._inductor import ir
+from torch._inductor.dependencies import WeakDep
+from torch._inductor.virtualized import V
+
+__all__ = ["fusing_as_planned"]
+
+
+@contextmanager
+def fusing_as_planned(own_ops: frozenset[Any]) -> Generator[None]:
+    """Compile graphs in which kernels that only read the same are fused where the plan counts them as one.
+
+    Args:
+        own_ops: the ops that move tensors; they are no kernels.
+    """
+    with V.set_choices_handler(cast(Any, _FuseWithinLevels(V.choices, own_ops))):
+        yield
+
+
+class _FuseWithinLevels:
+    """Inductor's heuristics, with one more for kernels of which neither reads what the other makes.
+
+    They are fused only if the longest chain of kernels that are never fused is the same in front of both, as in
+    ``passes/fused_kernels.py``. Else one of them would run earlier or later than it stands in the graph, and what it
+    reads or makes would live longer than is planned:
+
+        y = sum(mul(g1, x))     # g1 could die here ...
+        g2 = mm(...)            # ... before the backward of a whole layer
+        z = mul(g2, x)          # Inductor: one kernel for y and z, since both read x
+
+    No data passes between the two, so the numbers stay the same.
+    """
+
+    def __init__(self, inner: Any, own_ops: frozenset[Any]) -> None:
+        self._inner = inner
+        self._own_ops = own_ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def can_fuse_horizontal(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        if not self._inner.can_fuse_horizontal(scheduler, node1, node2, shared_data_score):
+            return False
+        levels = self._levels_of(scheduler)
+        level1, level2 = (max(levels.get(name, 0) for name in node.get_operation_names()) for node in (node1, node2))
+        return level1 == level2
+
+    def _levels_of(self, scheduler: Any) -> dict[str, int]:
+        levels: dict[str, int] | None = scheduler.__dict__.get("_ssdtrain_levels")
+        if levels is None:
+            levels = scheduler.__dict__["_ssdtrain_levels"] = _find_levels(scheduler, self._own_ops)
+        return levels
+
+
+def _find_levels(scheduler: Any, own_ops: frozenset[Any]) -> dict[str, int]:
+    """For every operation the number of kernels in a row in front of it that are never fused.
+
+    A pointwise op counts the chain in front of its first reader: Inductor lowers it there.
+    """
+    names: list[str] = [operation.get_operation_name() for operation in V.graph.operations]
+    node_by_name = {name: scheduler.name_to_node[name] for name in names if name in scheduler.name_to_node}
+    levels: dict[str, int] = {}
+    for name, node in node_by_name.items():
+        level = 0
+        for dependency in node.read_writes.reads:
+            buffer = scheduler.name_to_buf.get(dependency.name)
+            if buffer is not None and not isinstance(dependency, WeakDep):  # weak: for order alone
+                maker = buffer.defining_op_name()
+                made_by = node_by_name.get(maker)
+                never_fused = made_by is not None and _is_never_fused(made_by.node, own_ops)
+                level = max(level, levels.get(maker, 0) + never_fused)
+        levels[name] = level
+    for name, node in reversed(node_by_name.items()):
+        if isinstance(node.node, ir.ComputedBuffer) and not node.is_reduction():
+            uses = [use for buffer in node.get_outputs() for use in buffer.users if not use.is_weak]
+            readers = [use.node.get_name() for use in uses]
+            if readers and all(reader in levels for reader in readers):  # not: an output of the graph
+                levels[name] = min(levels[reader] for reader in readers)
+    return levels
+
+
+def _is_never_fused(operation: Any, own_ops: frozenset[Any]) -> bool:
+    if not isinstance(operation, (ir.ExternKernel, ir.TemplateBuffer)) or isinstance(operation, ir.MultiOutput):
+        return False
+    return getattr(operation, "op_overload", None) not in own_ops

@@ -1,0 +1,58 @@
+"""What Inductor holds at a time is what the plan counts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from steps import FAST_DISK
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+import ssdtrain_fx
+from ssdtrain_fx import OffloadConfig
+from ssdtrain_fx._torch_private import functorch_config_patch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EVERYTHING = OffloadConfig(policy="all", min_tensor_bytes=0, hardware=FAST_DISK)
+
+
+class PostNormLayers(nn.Module):
+    """Two kernels of every layer's backward read the gradient of what the layer before makes, far from each other:
+
+    g          # gradient of narrow's result
+    gb = sum(g)                                 # gradient of narrow's bias
+    ...        # the backward of narrow, relu, wide: four products
+    sum(g + mm)                                 # gradient of the bias of the norm before
+    """
+
+    def __init__(self, layers: int = 2, width: int = 32) -> None:
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.narrow = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for wide, narrow, norm in zip(self.wide, self.narrow, self.norms, strict=True):
+            x = norm(x + narrow(torch.relu(wide(x))))
+        return x.square().mean()
+
+
+def test_kernels_that_only_read_the_same_are_not_brought_together_over_products() -> None:
+    torch.manual_seed(0)
+    model, x = PostNormLayers(), torch.randn(8, 64, 32)
+    with inductor_config.patch(fx_graph_cache=False), functorch_config_patch(enable_autograd_cache=False):
+        _, codes = run_and_get_code(lambda: torch.compile(model, backend=ssdtrain_fx.backend(EVERYTHING))(x).backward())
+    backward = codes[-1][codes[-1].index("def call(") :]
+    calls = re.findall(r"^ +(extern_kernels\.mm|cpp_fused\w*)\((?:reinterpret_tensor\()?(\w+)", backward, re.MULTILINE)
+    # g is what the gradient of narrow's weight is made from: 32 rows, one for every feature of the result.
+    gradients = re.findall(r"mm\(reinterpret_tensor\((\w+), \(32, 512\)", backward)
+    assert len(gradients) == 2
+    for gradient in gradients:
+        at = [idx for idx, (_, first) in enumerate(calls) if first == gradient]
+        products = [idx for idx in at if calls[idx][0] == "extern_kernels.mm"]
+        sums = [idx for idx in at if re.fullmatch(r"cpp_fused_sum_view_\d+", calls[idx][0])]
+        assert len(products) == 2 and sums == [max(products) + 1], calls

@@ -41,12 +41,30 @@ class PostNormLayers(nn.Module):
         return x.square().mean()
 
 
-def test_kernels_that_only_read_the_same_are_not_brought_together_over_products() -> None:
-    torch.manual_seed(0)
-    model, x = PostNormLayers(), torch.randn(8, 64, 32)
+class GatedLayers(nn.Module):
+    """In backward, products stand between the gradients of ``gate`` and ``up``, but in front of both the same ones."""
+
+    def __init__(self, layers: int = 2, width: int = 32) -> None:
+        super().__init__()
+        self.gate = nn.ModuleList(nn.Linear(width, 4 * width, bias=False) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width, bias=False) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gate, up, down in zip(self.gate, self.up, self.down, strict=True):
+            x = x + down(torch.nn.functional.silu(gate(x)) * up(x))
+        return x.square().mean()
+
+
+def generated_backward(model: nn.Module) -> str:
+    x = torch.randn(8, 64, 32)
     with inductor_config.patch(fx_graph_cache=False), functorch_config_patch(enable_autograd_cache=False):
         _, codes = run_and_get_code(lambda: torch.compile(model, backend=ssdtrain_fx.backend(EVERYTHING))(x).backward())
-    backward = codes[-1][codes[-1].index("def call(") :]
+    return codes[-1][codes[-1].index("def call(") :]
+
+
+def test_kernels_that_only_read_the_same_are_not_brought_together_over_products() -> None:
+    backward = generated_backward(PostNormLayers())
     calls = re.findall(r"^ +(extern_kernels\.mm|cpp_fused\w*)\((?:reinterpret_tensor\()?(\w+)", backward, re.MULTILINE)
     # g is what the gradient of narrow's weight is made from: 32 rows, one for every feature of the result.
     gradients = re.findall(r"mm\(reinterpret_tensor\((\w+), \(32, 512\)", backward)
@@ -56,3 +74,9 @@ def test_kernels_that_only_read_the_same_are_not_brought_together_over_products(
         products = [idx for idx in at if calls[idx][0] == "extern_kernels.mm"]
         sums = [idx for idx in at if re.fullmatch(r"cpp_fused_sum_view_\d+", calls[idx][0])]
         assert len(products) == 2 and sums == [max(products) + 1], calls
+
+
+def test_kernels_that_the_plan_counts_as_one_are_fused_where_products_stand_between_them() -> None:
+    """Both gradients read ``gate``, ``up`` and the gradient of their product, and take the memory of two of them."""
+    backward = generated_backward(GatedLayers())
+    assert len(re.findall(r"^ +cpp_fused\w*mul_silu_silu_backward\w*\(", backward, re.MULTILINE)) == 2, backward

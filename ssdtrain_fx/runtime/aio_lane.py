@@ -47,6 +47,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain_fx.runtime.aio import READ, WRITE, Aio
+from ssdtrain_fx.runtime.huge_pages import HugePages
 from ssdtrain_fx.runtime.lane import BLOCK_S, Lane, checksum_error, checksum_of
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
 from ssdtrain_fx.runtime.movers import CpuMover, keep_bytes
@@ -113,6 +114,7 @@ class AioLane(Lane):
         self._in_flight: dict[int, _Transfer] = {}
         self._cookies = itertools.count(1)
         self._tensor_memory = TensorMemory()
+        self._huge_pages = HugePages()
         self._reaping = False
         self._closing = False
 
@@ -131,6 +133,8 @@ class AioLane(Lane):
             self._reap()
             self._tensor_memory.release_idle()  # forward reads nothing back
             if entry.from_source:
+                assert entry.source is not None
+                self._huge_pages.put_under(entry.source.address, entry.byte_count)
                 self._set_edges_aside(entry)
             self._copies.extend(entry.chunks)
             self._begin()

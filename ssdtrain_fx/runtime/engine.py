@@ -42,6 +42,7 @@ from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.runtime.graph_runs import GraphRuns
+from ssdtrain_fx.runtime.heap import keep_freed_memory
 from ssdtrain_fx.runtime.held_tensors import HeldTensors
 from ssdtrain_fx.runtime.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
 from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover
@@ -535,6 +536,8 @@ class Engine:
             kvikio = self._choose_kvikio(self.config.io, self._directories, self._cuda)
             if kvikio is not None:
                 return KvikioLane(self._ledger, kvikio, KvikioMover(self._cuda), drive_count)
+        if device_type == "cpu":
+            keep_freed_memory()
         mover = CpuMover() if device_type == "cpu" else CudaMover(self._cuda)
         budget_bytes = self.config.host_budget_bytes
         if budget_bytes is None:

@@ -1,0 +1,94 @@
+"""The memory that tensors are written from: huge pages under it, and a heap that keeps it."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssdtrain_fx.runtime.heap import _is_set_up
+from ssdtrain_fx.runtime.huge_pages import SETTING, HugePages
+from ssdtrain_fx.runtime.staging import HUGE_PAGE_BYTES
+
+
+def huge_bytes(address: int) -> int:
+    """What of the mapping around ``address`` lies on huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head:
+            start, end = (int(part, 16) for part in head.split("-"))
+            inside = start <= address < end
+        elif inside and head == "AnonHugePages:":
+            return int(line.split()[1]) << 10
+    return 0
+
+
+@pytest.mark.skipif("[never]" in SETTING.read_text(), reason="this system has huge pages switched off")
+def test_whole_huge_pages_within_a_tensor_become_one_page_each() -> None:
+    memory = mmap.mmap(-1, 5 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    x = torch.frombuffer(memory, dtype=torch.uint8)
+    x.copy_(torch.arange(x.numel()).to(torch.uint8))
+    expected = x.clone()
+    first = -x.data_ptr() % HUGE_PAGE_BYTES
+    pages = HugePages()
+    pages.put_under(x.data_ptr() + first + 4096, 3 * HUGE_PAGE_BYTES)  # two whole ones
+    assert huge_bytes(x.data_ptr() + first + HUGE_PAGE_BYTES) == 2 * HUGE_PAGE_BYTES
+    pages.put_under(x.data_ptr() + first, HUGE_PAGE_BYTES)
+    assert huge_bytes(x.data_ptr() + first + HUGE_PAGE_BYTES) == 3 * HUGE_PAGE_BYTES
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("setting", ["always madvise [never]", None])
+def test_a_system_without_huge_pages_is_left_alone(tmp_path: Path, setting: str | None) -> None:
+    file = tmp_path / "enabled"
+    if setting is not None:
+        file.write_text(setting)
+    x = torch.zeros(5 * HUGE_PAGE_BYTES, dtype=torch.uint8)
+    before = huge_bytes(x.data_ptr())
+    HugePages(file).put_under(x.data_ptr(), x.nbytes)
+    assert huge_bytes(x.data_ptr()) == before
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, False),
+        ({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=on"}, False),
+        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1"}, True),
+        ({"MALLOC_TRIM_THRESHOLD_": "1"}, True),
+        ({"MALLOC_MMAP_THRESHOLD_": "1"}, True),
+        ({"MALLOC_CONF": "thp:always"}, False),  # of another heap
+    ],
+)
+def test_what_the_user_set_stays(environment: dict[str, str], expected: bool) -> None:
+    assert _is_set_up(environment) is expected
+
+
+KEEPS = """
+import ctypes, platform, resource
+from ssdtrain_fx.runtime.heap import keep_freed_memory
+import torch
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(3 << 20) for _ in range(8)]
+    del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+kept = keep_freed_memory()
+assert kept == (platform.libc_ver()[0] == "glibc"), kept
+for _ in range(4):  # until it has found its size
+    last = faults()
+assert not kept or last < 1000, "96 MiB were given back: 24,576 pages"
+"""
+
+
+def test_the_heap_keeps_what_tensors_leave() -> None:
+    environment = {"PATH": "/usr/bin:/bin"}  # none of the heap's variables
+    done = subprocess.run(
+        [sys.executable, "-c", KEEPS], env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

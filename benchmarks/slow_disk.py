@@ -122,6 +122,24 @@ class SlowAio(KernelAio):
         return self._told
 
 
+class StepClock:
+    """Runs while its variant computes. What an engine may spend on stalls grows with time, and other variants' is not
+    its own."""
+
+    def __init__(self) -> None:
+        self._passed_s = 0.0
+        self._since_s: float | None = None
+
+    def __call__(self) -> float:
+        return self._passed_s + (0.0 if self._since_s is None else time.perf_counter() - self._since_s)
+
+    def run(self) -> None:
+        self._since_s = time.perf_counter()
+
+    def stop(self) -> None:
+        self._passed_s, self._since_s = self(), None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
     name: str
@@ -131,6 +149,7 @@ class Variant:
     """The plan is for the disk that it runs on."""
     slow: bool = False
     admission: bool = True
+    clock: StepClock = dataclasses.field(default_factory=StepClock)
 
 
 @dataclasses.dataclass(slots=True)
@@ -151,10 +170,12 @@ class Runner:
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(seed)
         before = ops.statistics()
+        self.variant.clock.run()
         start_s = time.perf_counter()
         loss = self.compiled(*batch)
         loss.backward()
         self.step_s.append(time.perf_counter() - start_s)
+        self.variant.clock.stop()
         self.done = ops.statistics().since(before)
         return [loss.detach(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
 
@@ -200,11 +221,15 @@ def slow_engines(variants: Sequence[Variant], hardware: Hardware, slower: float)
         if not variant.admission:
             config = dataclasses.replace(config, max_stall_share=None)
         if not variant.slow:
-            return Engine(config, handles=handles)
+            return Engine(config, handles=handles, clock=variant.clock)
         disk = SlowDisk(hardware, slower)
         open_aio = None if config.io == "posix" else lambda: SlowAio(disk)
         return Engine(
-            config, handles=handles, open_file=lambda directories: SlowFile(directories[0], disk), open_aio=open_aio
+            config,
+            handles=handles,
+            open_file=lambda directories: SlowFile(directories[0], disk),
+            open_aio=open_aio,
+            clock=variant.clock,
         )
 
     return Engines(open_engine)

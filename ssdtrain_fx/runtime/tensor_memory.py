@@ -74,7 +74,10 @@ class _Segment:
                 self._discard(hole.offset_bytes, hole.end_bytes)
 
     def _discard(self, start: int, end: int) -> None:
-        """The huge pages that lie in ``[start, end)`` as a whole."""
+        """The huge pages that lie in ``[start, end)`` as a whole.
+
+        Not by MADV_FREE, which is lazier: some kernels could lose what direct I/O reads into such pages.
+        """
         start = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         end = min(end, self.size_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if end > start:

@@ -96,7 +96,7 @@ def _probe_table(hardware: Hardware, reference: ReferenceRates) -> Table:
     row("SSD read, latency", _microseconds(read.latency_s))
     row("kept of each when both", f"{100 * hardware.share_when_both:.0f} %")
     where = "on the compute thread" if hardware.copies_block_compute else "beside compute"
-    for what, channel in (("tensor to staging", hardware.copy_out), ("staging to tensor", hardware.copy_in)):
+    for what, channel in (("bytes out", hardware.copy_out), ("bytes back", hardware.copy_in)):
         free = channel.bytes_per_s >= MOST_BYTES_PER_S
         row(f"{what}, {where}", "free" if free else f"{channel.bytes_per_s / 1e9:.1f} GB/s")
     row("one offload and release", _microseconds(hardware.offload_s))

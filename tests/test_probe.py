@@ -134,8 +134,8 @@ def test_the_key_is_the_file_systems_not_the_directorys(tmp_path: Path) -> None:
         ("", "Expecting value"),
         ('{"format": 1, "key"', "Expecting"),
         ("[]", "list indices"),
-        ('{"format": 0}', "format 0, expected 1"),
-        ('{"format": 1, "key": {}}', "it is for {}, expected"),
+        ('{"format": 0}', f"format 0, expected {profile_store.FORMAT}"),
+        (f'{{"format": {profile_store.FORMAT}, "key": {{}}}}', "it is for {}, expected"),
         ("\udcff", "can't decode"),
     ],
 )

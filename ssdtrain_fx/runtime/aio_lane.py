@@ -63,8 +63,8 @@ AIO_CHUNK_BYTES = 4 << 20
 BERT step took 1.09 instead of 1.11 times that of plain Inductor (2 cores, few runs on a busy machine)."""
 
 FROM_SOURCE_BYTES = 256 << 10
-"""From this size on tensors are written from where they are. Pinning their small pages takes half the time of a copy to
-huge ones; smaller tensors save little, and their edges weigh more."""
+"""From this size on tensors are written from where they are. Pinning their pages takes less time than a copy; smaller
+tensors save little, and their edges weigh more. A guess, not measured."""
 
 
 class _Transfer:

@@ -116,7 +116,8 @@ class Step:
     start_bytes: int
     """Memory in use before forward: parameters, optimizer state, what the process keeps. 0 when time is measured.
 
-    On a CPU without the engine's staging memory: that is a price of offloading, so it counts in `peak_bytes`.
+    On a CPU without what the engine keeps between steps, staging and idle memory: that is a price of offloading, so it
+    counts in `peak_bytes`.
     """
     peak_bytes: int
     """Highest memory during the step, minus `start_bytes`."""
@@ -288,7 +289,7 @@ class _Trainer:
         batch = self._batch(index)
         before = self._statistics()
         torch.manual_seed(run.seed + index)
-        probe = _MemoryProbe(run.device, before.staging_bytes) if run.measure == "memory" else None
+        probe = _MemoryProbe(run.device, before.staging_bytes + before.idle_bytes) if run.measure == "memory" else None
         _synchronize(run.device)
         with probe or contextlib.nullcontext():
             began_s = time.perf_counter()
@@ -336,9 +337,9 @@ class _MemoryProbe:
     value themselves, so a peak inside one long kernel is not missed.
     """
 
-    def __init__(self, device: str, staging_bytes: int) -> None:
+    def __init__(self, device: str, engine_bytes: int) -> None:
         self._cuda = device != "cpu"
-        self._staging_bytes = 0 if self._cuda else staging_bytes
+        self._engine_bytes = 0 if self._cuda else engine_bytes
         self._peak_was_reset = True
         self._samples: list[tuple[float, int]] = []
         self._ended = threading.Event()
@@ -362,7 +363,7 @@ class _MemoryProbe:
             except OSError:  # not permitted in some containers: then only the samples tell
                 self._peak_was_reset = False
         used_bytes = self._used_bytes()
-        self.start_bytes = used_bytes - self._staging_bytes
+        self.start_bytes = used_bytes - self._engine_bytes
         self._samples.append((time.perf_counter(), used_bytes))
         self._thread.start()
         return self

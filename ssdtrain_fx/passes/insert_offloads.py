@@ -63,7 +63,6 @@ def insert_offloads(
     *,
     engine: str,
     link: str = "",
-    order_reloads: bool = False,
 ) -> ScheduledJointGraph:
     """Rewrite ``joint`` in place so that it executes ``plan``. A plan that keeps everything changes nothing.
 
@@ -71,8 +70,6 @@ def insert_offloads(
         candidates: those that the plan was made from.
         engine: what the ops are told about the engine (``EngineConfig.to_argument()``).
         link: names the graph where it is one of a chain. Then a release at the end of forward does not wait.
-        order_reloads: tell each offload the turn of its reload in backward, from 0 on: for devices whose engine reads
-            ahead into staging.
 
     Raises:
         InternalError: the plan does not belong to this graph.
@@ -110,10 +107,9 @@ def insert_offloads(
         if isinstance(node.meta.get("val"), torch.SymInt)
     }
     steps.sort(key=lambda item: item[:2])
-    if order_reloads:
-        reloaded = [chain for _, step, chain in steps if step in (Step.RELOAD_AT_ONCE, Step.RELOAD)]
-        for order, chain in enumerate(reloaded):
-            chain.reload_order = order
+    reloaded = [chain for _, step, chain in steps if step in (Step.RELOAD_AT_ONCE, Step.RELOAD)]
+    for order, chain in enumerate(reloaded):
+        chain.reload_order = order
     for position, step, chain in steps:
         with joint.graph.inserting_before(nodes[position]):
             if step is Step.OFFLOAD:

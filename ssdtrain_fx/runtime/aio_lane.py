@@ -58,9 +58,11 @@ from ssdtrain_fx.runtime.staging import StagingBuffer, StagingPool
 from ssdtrain_fx.runtime.tensor_memory import TensorMemory
 from ssdtrain_fx.runtime.traffic import Direction, Transfer
 
-AIO_CHUNK_BYTES = 4 << 20
-"""Twice that of the threads: every chunk costs the computing thread some Python, which runs with cold caches there. A
-BERT step took 1.09 instead of 1.11 times that of plain Inductor (2 cores, few runs on a busy machine)."""
+DIRECT_CHUNK_BYTES = 16 << 20
+"""Every chunk costs the computing thread some Python, which runs with cold caches there: 20 of the 126 ms that the ops
+took of a BERT step went when chunks of 4 MiB became larger than the tensors (2 cores, 2026-11-21)."""
+BUSY_BYTES = 4 << 20
+"""A request of that size keeps the disk busy alone. A guess."""
 
 FROM_SOURCE_BYTES = 256 << 10
 """From this size on tensors are written from where they are. Pinning their pages takes less time than a copy; smaller
@@ -101,11 +103,13 @@ class AioLane(Lane):
         *,
         checksum: bool,
         from_source_bytes: int = FROM_SOURCE_BYTES,
+        direct_chunk_bytes: int = DIRECT_CHUNK_BYTES,
     ) -> None:
         self._aio = aio
         self._abandoned = False
         super().__init__(ledger, CpuMover(), pool, checksum=checksum)
         self.io_path += ", native AIO"
+        self.direct_chunk_bytes = direct_chunk_bytes
         self.planned_staging_bytes = 0
         self._from_source_bytes = max(from_source_bytes, 2 * ALIGNMENT_BYTES)  # there is a whole page in it
         self._reads: collections.deque[_Transfer] = collections.deque()
@@ -125,13 +129,19 @@ class AioLane(Lane):
 
     # -- called by the engine ------------------------------------------------------------------------------------------
 
+    @property
+    def idle_bytes(self) -> int:
+        return self._tensor_memory.idle_bytes
+
+    def release_idle(self) -> None:
+        self._tensor_memory.release_idle()
+
     def writes_from_source(self, entry: Entry) -> bool:
         return entry.byte_count >= self._from_source_bytes
 
     def enlist_copies(self, entry: Entry) -> None:
         try:
             self._reap()
-            self._tensor_memory.release_idle()  # forward reads nothing back
             if entry.from_source:
                 assert entry.source is not None
                 self._huge_pages.put_under(entry.source.address, entry.byte_count)
@@ -198,7 +208,7 @@ class AioLane(Lane):
                 queue.clear()
         ledger.tidy()
         self.pool.close()
-        self._tensor_memory.release_idle()
+        self.release_idle()
         return True
 
     # -- beginning -----------------------------------------------------------------------------------------------------
@@ -364,7 +374,8 @@ class AioLane(Lane):
                 timed, transfer.timed = transfer.timed, None
                 assert timed is not None
                 length = 0 if end_s is None else max(0, result)
-                self._ledger.traffic.end(timed, length, end_s or 0.0, busy_with=self.busy_with)
+                busy_with = self.busy_with if transfer.total < BUSY_BYTES else 1
+                self._ledger.traffic.end(timed, length, end_s or 0.0, busy_with=busy_with)
                 self._answer(transfer, result)
 
     def _answer(self, transfer: _Transfer, result: int) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor
 from ssdtrain_fx.errors import ConfigError, InternalError
 from ssdtrain_fx.runtime.admission import Admission
 from ssdtrain_fx.runtime.aio import Aio, AioUnavailableError, KernelAio
-from ssdtrain_fx.runtime.aio_lane import AIO_CHUNK_BYTES, FROM_SOURCE_BYTES, AioLane
+from ssdtrain_fx.runtime.aio_lane import DIRECT_CHUNK_BYTES, FROM_SOURCE_BYTES, AioLane
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.directory import check_directories
@@ -173,6 +173,8 @@ class Engine:
         byte_count = span_bytes(source)
         entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
         entry.host, entry.reload_order = host and lane.has_host_tier, reload_order
+        if not reload_order:  # the end of forward is near, and perhaps the peak
+            lane.release_idle()
         if lane.writes_from_source(entry):
             entry.cut_at_pages()
         handle = next(self._handles)
@@ -189,7 +191,7 @@ class Engine:
             if moves:
                 ledger.admission.charge(stall_s)
                 entry.charged_s = stall_s
-                ledger.enter(handle, entry, lane.chunk_bytes)
+                ledger.enter(handle, entry, lane.direct_chunk_bytes if entry.from_source else lane.chunk_bytes)
                 lane.enlist_copies(entry)
             else:
                 ledger.enter_resident(handle, entry)
@@ -378,6 +380,7 @@ class Engine:
                 slot_bytes_in_use=ledger.slots.bytes_in_use,
                 file_bytes=self._file.size_bytes,
                 staging_bytes=sum(lane.pool.size_bytes for lane in self._lanes.values()),
+                idle_bytes=sum(lane.idle_bytes for lane in self._lanes.values()),
                 write_bytes_per_s=ledger.traffic.meters[Direction.WRITE].bytes_per_s,
                 read_bytes_per_s=ledger.traffic.meters[Direction.READ].bytes_per_s,
                 io_path=self._io_path(),
@@ -549,8 +552,14 @@ class Engine:
             except AioUnavailableError as reason:
                 log.info("native AIO is not available (%s): threads move CPU tensors instead.", reason)
             else:
-                pool = StagingPool(budget_bytes, self._chunk_size(AIO_CHUNK_BYTES))
-                return AioLane(self._ledger, aio, pool, checksum=checksum, from_source_bytes=self._from_source_bytes)
+                return AioLane(
+                    self._ledger,
+                    aio,
+                    StagingPool(budget_bytes, self._chunk_size(CHUNK_BYTES)),
+                    checksum=checksum,
+                    from_source_bytes=self._from_source_bytes,
+                    direct_chunk_bytes=self._chunk_size(DIRECT_CHUNK_BYTES),
+                )
         pool = StagingPool(budget_bytes, self._chunk_size(CHUNK_BYTES))
         thread_count = mover.thread_count * drive_count
         tensor_memory = TensorMemory() if device_type == "cpu" else None

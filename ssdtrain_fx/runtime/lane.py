@@ -40,6 +40,8 @@ class Lane(abc.ABC):
         self.mover = mover
         self.pool = pool
         self.chunk_bytes = pool.chunk_bytes
+        self.direct_chunk_bytes = pool.chunk_bytes
+        """The same for tensors that are written from where they are."""
         self.io_path = ledger.file.io_path
         """See :attr:`ssdtrain_fx.runtime.statistics.Statistics.io_path`."""
         self.staging_bytes = pool.buffer_limit * pool.chunk_bytes
@@ -50,6 +52,15 @@ class Lane(abc.ABC):
         self._checksum = checksum
 
     # -- called by the engine ------------------------------------------------------------------------------------------
+
+    @property
+    def idle_bytes(self) -> int:
+        """Memory that is kept for reads and used by none."""
+        return 0
+
+    def release_idle(self) -> None:
+        """Give it back."""
+        return
 
     def writes_from_source(self, entry: Entry) -> bool:
         """Whether the bytes of ``entry`` go to the file from where they are, without staging."""

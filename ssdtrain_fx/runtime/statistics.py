@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 _RATES = frozenset({"write_bytes_per_s", "read_bytes_per_s"})
-_GAUGES = _RATES | {"slots_in_use", "slot_bytes_in_use", "file_bytes", "in_flight_bytes", "staging_bytes", "io_path"}
+_GAUGES = _RATES | {"slots_in_use", "slot_bytes_in_use", "file_bytes", "in_flight_bytes", "staging_bytes", "idle_bytes", "io_path"}
 
 NO_IO_PATH = "none yet"
 
@@ -59,6 +59,8 @@ class Statistics:
     """Bytes issued in either direction and not yet complete."""
     staging_bytes: int = 0
     """Host memory that the staging buffers hold."""
+    idle_bytes: int = 0
+    """Memory of CPU tensors that were reloaded and are dead, kept for the next ones."""
     write_bytes_per_s: float | None = None
     """Rate of the disk in one direction while the other one rests, averaged over the last transfers; None until there
     were enough at a time to keep it busy."""

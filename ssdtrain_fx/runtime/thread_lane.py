@@ -96,9 +96,15 @@ class ThreadLane(Lane):
             return super().allocate(entry, stride, device)
         return self._tensor_memory.allocate(entry.size, stride, entry.dtype, entry.byte_count)
 
-    def enlist_copies(self, entry: Entry) -> None:
+    @property
+    def idle_bytes(self) -> int:
+        return 0 if self._tensor_memory is None else self._tensor_memory.idle_bytes
+
+    def release_idle(self) -> None:
         if self._tensor_memory is not None:
-            self._tensor_memory.release_idle()  # forward reads nothing back
+            self._tensor_memory.release_idle()
+
+    def enlist_copies(self, entry: Entry) -> None:
         self._copies.extend(entry.chunks)
         if self.has_host_tier:
             self._tier.join(entry)
@@ -164,8 +170,7 @@ class ThreadLane(Lane):
             queue.clear()
         self._tier = HostTier()
         self.mover.forget(self.pool.close())
-        if self._tensor_memory is not None:
-            self._tensor_memory.release_idle()
+        self.release_idle()
         return True
 
     # -- choosing the next task, with the lock held --------------------------------------------------------------------

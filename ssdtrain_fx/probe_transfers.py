@@ -20,6 +20,8 @@ from ssdtrain_fx.runtime.engine import Engine
 
 MOST_BYTES_PER_S = 1e13
 """A rate that makes a copy free of charge."""
+ROWS, INNER = 2048, 128
+"""Of a matrix product that writes 16 MiB and takes some milliseconds."""
 
 
 class Traffic:
@@ -186,8 +188,10 @@ def compute_thread_channels(traffic: Traffic, effort: Effort, write: Channel, re
 class _BesideCompute:
     """What transfers of CPU tensors cost the processor that computes, whichever thread does them.
 
-    Matrix products on all of torch's threads run with and without one transfer beside them, in turns. The difference of
-    the shortest runs holds the ops themselves, the copies, the work of the kernel, and what the I/O threads disturb.
+    That is the time of the ops, each one after matrix products that write more memory than processors keep at hand, as
+    the layers of a model do: an op that follows another one is several times as fast, for its code and its data are
+    still there. Where threads do the copies, what these take from the products comes in addition: the difference of
+    the shortest runs with and without transfers, in turns.
     """
 
     COUNT = 4
@@ -195,63 +199,75 @@ class _BesideCompute:
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
-        self._a = torch.randn(512, 512)
-        self._b = torch.empty(512, 512)
-        self._compute(20)
+        self._a = torch.randn(ROWS, INNER)
+        self._b = torch.randn(INNER, ROWS)
+        self._product = torch.empty(ROWS, ROWS)
+        self._compute(4)
         start_s = time.perf_counter()
-        self._compute(20)
-        self._product_s = (time.perf_counter() - start_s) / 20
+        self._compute(4)
+        self._product_s = (time.perf_counter() - start_s) / 4
         self._runs_s: dict[tuple[str, int], list[tuple[float, float]]] = {}
-        """With transfers, and without."""
+        """Products beside transfers, and products alone."""
+        self._ops_s: dict[tuple[str, int], list[float]] = {}
+        self._has_threads = traffic.engine.planned_staging_bytes("cpu") > 0
 
     def measure(self, size_bytes: int, write: Channel, read: Channel) -> None:
         """One run each of transfers out and in."""
-        self._runs_s.setdefault(("out", size_bytes), []).append(self._offload(size_bytes, write))
-        self._runs_s.setdefault(("in", size_bytes), []).append(self._reload(size_bytes, read))
+        traffic, engine = self._traffic, self._traffic.engine
+        tensors = traffic.tensors(size_bytes, self.COUNT)
+        like = tensors[0]
+        tokens: list[Tensor] = []
+        self._run(
+            ("out", size_bytes),
+            self._products(size_bytes, write),
+            lambda number: engine.offload(tensors[number], "probe"),
+            lambda number, token: tokens.append(engine.release(token, tensors[number])),
+        )
+        traffic.settle()
+        traffic.wait(traffic.reload(tokens, like), tokens)  # from here on there is memory to be used again
+        self._run(
+            ("in", size_bytes),
+            self._products(size_bytes, read),
+            lambda number: engine.reload(tokens[number], like.size(), like.stride(), like.dtype, like.device),
+            lambda number, y: engine.wait(y, tokens[number]),
+        )
 
     def cost_s(self, direction: str, size_bytes: int) -> float:
         """Seconds of compute that one transfer takes."""
+        ops_s = statistics.median(self._ops_s[direction, size_bytes])
+        if not self._has_threads:
+            return ops_s
         busy_s, alone_s = (min(runs) for runs in zip(*self._runs_s[direction, size_bytes], strict=True))
-        return max(0.0, busy_s - alone_s) / self.COUNT
+        return ops_s + max(0.0, busy_s - alone_s) / self.COUNT
 
-    def _offload(self, size_bytes: int, write: Channel) -> tuple[float, float]:
-        tensors = self._traffic.tensors(size_bytes, self.COUNT)
+    def _run(
+        self,
+        key: tuple[str, int],
+        products: int,
+        begin: Callable[[int], Tensor],
+        end: Callable[[int, Tensor], None],
+    ) -> None:
+        """Transfers one by one, each with ``products`` between its two ops."""
         self._traffic.settle()
-        products = self._products(size_bytes, write)
-        alone_s = self._alone_s(products)
-        tokens: list[Tensor] = []
         start_s = time.perf_counter()
-        for x in tensors:
-            token = self._traffic.engine.offload(x, "probe")
+        self._compute(products * self.COUNT)
+        alone_s, busy_s = time.perf_counter() - start_s, 0.0
+        for number in range(self.COUNT):
+            start_s = time.perf_counter()
+            tensor = begin(number)
+            begun_s = time.perf_counter()
             self._compute(products)
-            tokens.append(self._traffic.engine.release(token, x))
-        return time.perf_counter() - start_s, alone_s
-
-    def _reload(self, size_bytes: int, read: Channel) -> tuple[float, float]:
-        tensors = self._traffic.tensors(size_bytes, self.COUNT)
-        like = tensors[0]
-        tokens = self._traffic.offload(tensors)
-        tensors.clear()
-        self._traffic.settle()
-        self._traffic.wait(self._traffic.reload(tokens, like), tokens)  # from here on there is memory to be used again
-        products = self._products(size_bytes, read)
-        alone_s = self._alone_s(products)
-        start_s = time.perf_counter()
-        for token in tokens:
-            reloaded = self._traffic.reload([token], like)
-            self._compute(products)
-            self._traffic.wait(reloaded, [token])
-        return time.perf_counter() - start_s, alone_s
+            computed_s = time.perf_counter()
+            end(number, tensor)
+            end_s = time.perf_counter()
+            busy_s += computed_s - begun_s
+            self._ops_s.setdefault(key, []).append(begun_s - start_s + end_s - computed_s)
+        self._runs_s.setdefault(key, []).append((busy_s, alone_s))
 
     def _products(self, size_bytes: int, channel: Channel) -> int:
         """Enough to hide one transfer."""
         return 1 + round(2 * channel.transfer_s(size_bytes) / self._product_s)
 
-    def _alone_s(self, products: int) -> float:
-        start_s = time.perf_counter()
-        self._compute(products * self.COUNT)
-        return time.perf_counter() - start_s
-
     def _compute(self, products: int) -> None:
         for _ in range(products):
-            torch.mm(self._a, self._a, out=self._b)
+            torch.mm(self._a, self._b, out=self._product)

@@ -131,7 +131,6 @@ class KernelAio:
         self._request_list_address = ctypes.addressof(self._request_list)
         self._events = (_Event * depth)()
         self._events_address = ctypes.addressof(self._events)
-        self._events_bytes = ctypes.sizeof(self._events)
         self._timeout = _Timeout()
         self._timeout_address = ctypes.addressof(self._timeout)
 
@@ -159,7 +158,6 @@ class KernelAio:
         """
         self._timeout.seconds = int(timeout_s)
         self._timeout.nanoseconds = int(timeout_s % 1 * 1e9)
-        ctypes.memset(self._events_address, 0, self._events_bytes)
         count = self._getevents(
             self._getevents_number, self._context, min_events, self.depth, self._events_address, self._timeout_address
         )
@@ -169,13 +167,17 @@ class KernelAio:
                 raise OSError(number, f"io_getevents: {os.strerror(number)}")
 
     def answers(self) -> list[tuple[int, int]]:
-        """The cookies and results that the last :meth:`reap` fetched."""
+        """The cookies and results that the last :meth:`reap` fetched.
+
+        An exception of a signal handler can make the next call tell them again; it loses none.
+        """
         answers: list[tuple[int, int]] = []
         for event in self._events:
             cookie = event.cookie
             if cookie == 0:
                 break
             answers.append((cookie, event.result))
+        ctypes.memset(self._events_address, 0, len(answers) * ctypes.sizeof(_Event))
         return answers
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ page and behind the last one stay in memory, and the tensor that comes back lies
 
     offload   source --io_submit--> file                                 while the kernel takes requests
               source ---copy---> staging buffer --io_submit--> file      small tensors, while there are buffers
-    any op    takes note of what is over, and goes on with what is queued: reads first
+    any op    goes on with what is queued, reads first; takes note of what is over where it matters to somebody
     release   goes on until every byte of the tensor has been written, or copied
     reload    file --io_submit--> y
     wait      goes on until every read into y is over
@@ -30,7 +30,8 @@ Guarantees:
   before the read is over, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.staging`).
 * An unexpected exception within the bookkeeping stops the engine with an error; nobody waits for ever.
 
-What completes between two ops is noticed by the second one: buffers and dropped targets are freed by then.
+What completes between two ops is noticed by the next one that waits for something, or that needs room: a call of the
+kernel costs more than all else that there is to do.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ class AioLane(Lane):
 
     def enlist_copies(self, entry: Entry) -> None:
         try:
-            self._reap()
+            if self._has_backlog:
+                self._reap()
             if entry.from_source:
                 assert entry.source is not None
                 self._huge_pages.put_under(entry.source.address, entry.byte_count)
@@ -155,7 +157,8 @@ class AioLane(Lane):
     def enlist_reads(self, fill: Fill) -> None:
         self._begin_fill(fill)
         try:
-            self._reap()
+            if self._has_backlog or any(chunk.state is ChunkState.WRITING for chunk in fill.entry.chunks):
+                self._reap()
             for chunk in fill.entry.chunks:
                 self._read(fill, chunk)
             self._begin()
@@ -210,6 +213,18 @@ class AioLane(Lane):
         self.pool.close()
         self.release_idle()
         return True
+
+    @property
+    def _has_backlog(self) -> bool:
+        """To know what is over would let something begin, or somebody records when things end."""
+        return bool(
+            self._reads
+            or self._writes
+            or self._copies
+            or not self.pool.available
+            or len(self._in_flight) >= self._aio.depth // 2
+            or self._ledger.trace is not None
+        )
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 

@@ -223,7 +223,8 @@ class Engine:
         with ledger.lock:
             ledger.check_usable(entry.name)
             ledger.drain()
-            lane.make_progress()
+            if entry.uncopied:
+                lane.make_progress()
             self._stalls.wait_until_copied(lane, entry, self._runs.must_leave(entry) if late else [entry])
             copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]
             staying = entry.source.tensor if entry.stays and entry.source is not None else None
@@ -315,7 +316,8 @@ class Engine:
             )
         lane = self._lane(entry.device.type)
         with ledger.lock:
-            lane.make_progress()
+            if fill.unissued:
+                lane.make_progress()
             error = self._stalls.wait_until_filled(lane, fill)
         ledger.tidy()
         if error is not None:

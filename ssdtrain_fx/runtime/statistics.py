@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 _RATES = frozenset({"write_bytes_per_s", "read_bytes_per_s"})
-_GAUGES = _RATES | {"slots_in_use", "slot_bytes_in_use", "file_bytes", "in_flight_bytes", "staging_bytes", "idle_bytes", "io_path"}
+_GAUGES = _RATES | {
+    "slots_in_use",
+    "slot_bytes_in_use",
+    "file_bytes",
+    "in_flight_bytes",
+    "staging_bytes",
+    "idle_bytes",
+    "io_path",
+}
 
 NO_IO_PATH = "none yet"
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from runtime_fakes import fetch, offload
 
-from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.tensor_memory import TensorMemory
 
@@ -94,6 +95,31 @@ def test_holes_go_back_to_the_system_too() -> None:
     memory.release_idle()
     assert resident_bytes(start, 12 * MIB) == 8 * MIB
     assert torch.equal(first, last)
+
+
+@pytest.mark.parametrize("io", ["posix", "aio"])
+def test_reload_memory_lies_idle_until_forward_is_nearly_over(ssd_dir: str, io: IOPath) -> None:
+    """Memory that goes back too early has to be asked for, and zeroed, again."""
+    with Engine(EngineConfig(ssd_dir=ssd_dir, io=io)) as engine:
+        x = torch.randn(MIB)
+        token = offload(engine, x.clone())
+        assert torch.equal(fetch(engine, token, x), x)
+        idle_bytes = engine.statistics().idle_bytes
+        assert idle_bytes >= 4 * MIB
+        first = offload(engine, x.clone(), reload_order=1)
+        assert engine.statistics().idle_bytes == idle_bytes
+        last = offload(engine, x.clone(), reload_order=0)
+        assert engine.statistics().idle_bytes == 0
+        assert torch.equal(fetch(engine, last, x), fetch(engine, first, x))
+
+
+def test_without_a_plan_every_offload_gives_idle_memory_back(ssd_dir: str) -> None:
+    with Engine(EngineConfig(ssd_dir=ssd_dir)) as engine:
+        x = torch.randn(MIB)
+        assert torch.equal(fetch(engine, offload(engine, x.clone()), x), x)
+        token = offload(engine, x.clone())
+        assert engine.statistics().idle_bytes == 0
+        assert torch.equal(fetch(engine, token, x), x)
 
 
 def test_asking_for_aio_is_enough_to_get_it(ssd_dir: str) -> None:

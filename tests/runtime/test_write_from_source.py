@@ -67,6 +67,44 @@ def test_every_byte_comes_back(file: MemoryFile, phase: int, byte_count: int, ch
         assert sum(length for verb, _, length in file.aio.submitted if verb == 1) == pages * PAGE
 
 
+def test_a_large_tensor_takes_few_requests(file: MemoryFile) -> None:
+    """Of 16 MiB, where a small one has a staging buffer of 2 MiB."""
+    with Engine(EngineConfig(ssd_dir="/tmp"), open_file=lambda _: file, open_aio=lambda: file.aio) as engine:
+        tensors = tensor_at(0, (20 << 20) + PAGE), tensor_at(0, PAGE)
+        large, small = (x.clone() for x in tensors)
+        tokens = [offload(engine, x) for x in tensors]
+        engine.wait_until_idle()
+        assert [length for _, _, length in file.aio.submitted] == [16 << 20, (4 << 20) + PAGE, PAGE]
+        assert engine.statistics().staging_bytes == 2 << 20
+        assert torch.equal(fetch(engine, tokens[0], large), large)
+        assert torch.equal(fetch(engine, tokens[1], small), small)
+
+
+def test_the_kernel_is_not_asked_what_nobody_needs_to_know(file: MemoryFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+    reap = file.aio.reap
+
+    def count(min_events: int, timeout_s: float) -> None:
+        nonlocal asked
+        asked += 1
+        reap(min_events, timeout_s)
+
+    monkeypatch.setattr(file.aio, "reap", count)
+    with engine_on(file) as engine:
+        tensors = [tensor_at(64, 3 * PAGE) for _ in range(3)]
+        tokens = [engine.offload(x, "x") for x in tensors]
+        assert asked == 0
+        tokens = [engine.release(token, x) for token, x in zip(tokens, tensors, strict=True)]
+        asked_for_release, asked = asked, 0
+        assert asked_for_release > 0
+        reloaded = [engine.reload(token, (3 * PAGE,), (1,), torch.uint8, torch.device("cpu")) for token in tokens]
+        assert asked == 0
+        for y, token, x in zip(reloaded, tokens, tensors, strict=True):
+            engine.wait(y, token)
+            assert torch.equal(x, y)
+        assert asked > 0
+
+
 @pytest.mark.parametrize("stride", [(1, 96), (96, 1)])
 def test_layouts(file: MemoryFile, stride: tuple[int, int]) -> None:
     x = torch.randn(96, 96)

@@ -11,7 +11,8 @@ else the machine does cancels out:
     slower              the slow disk with the plan for the fast one; what would hold up the step stays in memory
     slower, all moved   the same, but what was planned is moved, whatever it costs
 
-"predicted" is the slowdown that the plan promises, to be compared with the ratio. Both are relative to plain Inductor.
+"predicted" is what the plan promises: of the step, to be compared with the ratio, both relative to plain Inductor; and
+of the stalls, to be compared with what the engine counted in the last step.
 
 A ratio is the median of the ratios within the rounds, the first ones not counted: they compile, and show the engine
 what the disk does. Exit code 1 if losses or gradients are not those of plain Inductor, to the bit.
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 
 from ssdtrain_fx import OffloadConfig, Statistics, backend, explain, zoo
 from ssdtrain_fx.hardware import Channel, Hardware
+from ssdtrain_fx.passes.plan import Plan
 from ssdtrain_fx.probe import load_hardware
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.aio import WRITE, KernelAio
@@ -159,11 +161,22 @@ class Runner:
     variant: Variant
     model: nn.Module
     compiled: Callable[..., Tensor]
-    predicted: float | None
-    """Step time relative to plain Inductor, by the plan; None where the plan was made for another disk."""
+    plans: Sequence[Plan]
+    """None where they were made for another disk."""
     step_s: list[float] = dataclasses.field(default_factory=list[float])
     done: Statistics = dataclasses.field(default_factory=Statistics)
     """Of the last step."""
+
+    @property
+    def predicted(self) -> str:
+        """Step time relative to plain Inductor."""
+        if not self.plans:
+            return "-"
+        return f"{1 + sum(plan.exposed_s for plan in self.plans) / sum(plan.step_s for plan in self.plans):.3f}"
+
+    @property
+    def predicted_stall(self) -> str:
+        return f"{1e3 * sum(plan.stall_s for plan in self.plans):,.0f} ms" if self.plans else "-"
 
     def step(self, batch: Sequence[Tensor], seed: int) -> list[Tensor]:
         """Loss and gradients."""
@@ -205,11 +218,11 @@ def variants_of(max_slowdown: float, hardware: Hardware, slower: float, ssd_dir:
     ]
 
 
-def predict(variant: Variant, model: nn.Module, batch: Sequence[Tensor]) -> float | None:
+def make_plans(variant: Variant, model: nn.Module, batch: Sequence[Tensor]) -> list[Plan]:
+    """Those that come true on the disk of ``variant``."""
     if variant.config is None or not variant.planned:
-        return None
-    plans = [graph.plan for graph in explain(model, *batch, config=variant.config).graphs]
-    return 1 + sum(plan.exposed_s for plan in plans) / sum(plan.step_s for plan in plans)
+        return []
+    return [graph.plan for graph in explain(model, *batch, config=variant.config).graphs]
 
 
 def slow_engines(variants: Sequence[Variant], hardware: Hardware, slower: float) -> Engines:
@@ -238,7 +251,7 @@ def slow_engines(variants: Sequence[Variant], hardware: Hardware, slower: float)
 def render_table(runners: Sequence[Runner], title: str) -> Table:
     base = runners[0].step_s[WARM_UP_ROUNDS:]
     table = Table(title=title)
-    for column in ("", "step (median)", "ratio", "predicted", "moved", "stayed", "stalls, last step"):
+    for column in ("", "step (median)", "ratio", "predicted", "moved", "stayed", "stalls", "predicted"):
         table.add_column(column, justify="left" if not column else "right")
     for runner in runners:
         step_s = runner.step_s[WARM_UP_ROUNDS:]
@@ -246,10 +259,11 @@ def render_table(runners: Sequence[Runner], title: str) -> Table:
             runner.variant.name,
             f"{1e3 * statistics.median(step_s):,.0f} ms",
             f"{statistics.median(one / other for one, other in zip(step_s, base, strict=True)):.3f}",
-            "-" if runner.predicted is None else f"{runner.predicted:.3f}",
+            runner.predicted,
             format_bytes(runner.done.bytes_written),
             format_bytes(runner.done.kept_for_time_bytes),
             f"{1e3 * runner.done.stall_s:,.0f} ms",
+            runner.predicted_stall,
         )
     return table
 
@@ -290,9 +304,9 @@ def main(arguments: list[str]) -> int:
     runners: list[Runner] = []
     for variant in variants:
         own = copy.deepcopy(model)
-        predicted = predict(variant, own, make_batch(generator))
+        plans = make_plans(variant, own, make_batch(generator))
         compiler: Any = "inductor" if variant.config is None else backend(variant.config)
-        runners.append(Runner(variant, own, torch.compile(own, backend=compiler), predicted))
+        runners.append(Runner(variant, own, torch.compile(own, backend=compiler), plans))
     console = Console()
     same = True
     for round_number in range(chosen.rounds):

@@ -114,6 +114,8 @@ class Plan:
     write_s: float
     host_peak_bytes: int = 0
     """Pinned host memory that the host tier holds at most."""
+    stall_s: float = 0.0
+    """Of ``exposed_s``, what the compute stream waits for the SSD, and for copies that run beside it."""
 
     @property
     def peak_before_bytes(self) -> int:

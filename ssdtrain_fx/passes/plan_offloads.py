@@ -108,6 +108,7 @@ def describe_plan(
         read_s=simulation.read_busy_s,
         write_s=simulation.write_busy_s,
         host_peak_bytes=simulation.host_peak_bytes,
+        stall_s=simulation.stall_s,
     )
 
 

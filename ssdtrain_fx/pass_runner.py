@@ -158,6 +158,7 @@ def _insert_offloads(joint: ScheduledJointGraph, config: OffloadConfig) -> PassR
         plan,
         analysis.candidates,
         engine=config.engine_config().to_argument(),
+        order_reloads=_hardware(joint, config).has_host_tier,
     )
     return _describe_plan(plan, rewritten)
 

@@ -49,6 +49,8 @@ class _Chain:
     source: fx.Node
     decision: Offload
     reload_order: int | None = None
+    is_last: bool = False
+    """No other offload comes after it."""
     size: Sequence[int | fx.Node] = ()
     stride: Sequence[int | fx.Node] = ()
     token: fx.Node | None = None
@@ -63,6 +65,7 @@ def insert_offloads(
     *,
     engine: str,
     link: str = "",
+    order_reloads: bool = False,
 ) -> ScheduledJointGraph:
     """Rewrite ``joint`` in place so that it executes ``plan``. A plan that keeps everything changes nothing.
 
@@ -70,6 +73,8 @@ def insert_offloads(
         candidates: those that the plan was made from.
         engine: what the ops are told about the engine (``EngineConfig.to_argument()``).
         link: names the graph where it is one of a chain. Then a release at the end of forward does not wait.
+        order_reloads: tell each offload the turn of its reload in backward, from 0 on: for devices whose engine reads
+            ahead into staging.
 
     Raises:
         InternalError: the plan does not belong to this graph.
@@ -107,9 +112,14 @@ def insert_offloads(
         if isinstance(node.meta.get("val"), torch.SymInt)
     }
     steps.sort(key=lambda item: item[:2])
-    reloaded = [chain for _, step, chain in steps if step in (Step.RELOAD_AT_ONCE, Step.RELOAD)]
-    for order, chain in enumerate(reloaded):
-        chain.reload_order = order
+    if order_reloads:
+        reloaded = [chain for _, step, chain in steps if step in (Step.RELOAD_AT_ONCE, Step.RELOAD)]
+        for order, chain in enumerate(reloaded):
+            chain.reload_order = order
+    for _, step, chain in reversed(steps):
+        if step is Step.OFFLOAD:
+            chain.is_last = True
+            break
     for position, step, chain in steps:
         with joint.graph.inserting_before(nodes[position]):
             if step is Step.OFFLOAD:
@@ -151,10 +161,12 @@ def _insert_offload(graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.
     arguments: tuple[Argument, ...] = (source, [], source.name, engine, chain.decision.out_s, chain.decision.back_s)
     if link:
         arguments += (link, chain.candidate.storage.is_input)
-    # By name: they are what a reader of the graph looks for, and a graph for a CPU has none of them.
+    # By name: they are what a reader of the graph looks for, and few offloads have them.
     keywords: dict[str, Argument] = {"host": True} if chain.decision.tier == "host" else {}
     if chain.reload_order is not None:
         keywords["reload_order"] = chain.reload_order
+    if chain.is_last:
+        keywords["last"] = True
     chain.token = graph.call_function(OFFLOAD, arguments, keywords)
     _annotate(chain.token, source, _fake_token(value))
 

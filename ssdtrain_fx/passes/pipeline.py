@@ -155,6 +155,7 @@ def _offload(
             planned.analysis.candidates,
             engine=config.engine_config().to_argument(),
             link=name_link(joint) if analysis.activations else "",
+            order_reloads=hardware.has_host_tier,
         )
         verify_offloads(joint, host=planned.problem.host)
     elif not changed and not plan.recomputed:

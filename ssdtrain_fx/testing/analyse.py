@@ -110,7 +110,7 @@ class GraphAnalysis:
             InternalError: the plan does not belong to this graph, or the rewritten graph breaks an invariant.
         """
         on_gpu = bool(plan.on_host)
-        insert_offloads(self.joint, self.alias_sets, plan, self.candidates, engine=_ENGINE)
+        insert_offloads(self.joint, self.alias_sets, plan, self.candidates, engine=_ENGINE, order_reloads=on_gpu)
         verify_offloads(self.joint, host=HostTier(budget_bytes=plan.host_peak_bytes) if on_gpu else None)
         return self.joint
 

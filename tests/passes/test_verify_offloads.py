@@ -375,3 +375,11 @@ def test_a_reload_has_another_turn_than_said(turn: int, orders: tuple[int | None
     wrong = offloads[2 - turn]
     message = f"is reloaded as number {turn} of 3, counted from 0"
     assert_refused(joint, wrong, message, HostTier(budget_bytes=512))
+
+
+def test_an_offload_is_said_to_be_the_last_and_is_not() -> None:
+    joint = good_with_host()
+    offloads = find(joint.graph, OFFLOAD)
+    offloads[0].update_kwarg("last", True)
+    message = f"is said to be the last offload, but {offloads[-1].name} comes after it"
+    assert_refused(joint, offloads[0], message, HostTier(budget_bytes=1 << 20))

@@ -177,8 +177,6 @@ def start(
         disks.append(disk)
         monkeypatch.setattr(ops._engines, "_open_engine", open_engine)
         engine = ops._engines.open(config.engine_config().to_argument())
-        if lane == "cuda":
-            tell(engine, host=False, reload_orders=itertools.repeat(None))  # nothing is read ahead
         wide = lane == "source"
         return Step(compiled_wide if wide else compiled, engine, arguments(WIDE if wide else WIDTH))
 
@@ -188,15 +186,6 @@ def start(
     ops.close()
     for disk in disks:
         disk.check_closed()
-
-
-def tell(engine: Engine, *, host: bool, reload_orders: Iterator[int | None]) -> None:
-    """Other hints at every offload than those of the plan, which was made for a CPU."""
-
-    def offload(x: Tensor, name: str, **plan: Any) -> Tensor:
-        return Engine.offload(engine, x, name, **{**plan, "host": host, "reload_order": next(reload_orders)})
-
-    engine.offload = offload  # type: ignore[method-assign]
 
 
 def told(lane: LaneKind, operation: Operation, error: int) -> tuple[int, str]:
@@ -385,7 +374,13 @@ def test_an_error_holds_no_tensor(start: Callable[..., Step], lane: LaneKind, op
 
 def hint(step: Step, *, host: bool) -> None:
     """What a plan would say: what forward has offloaded last comes back first."""
-    tell(step.engine, host=host, reload_orders=itertools.count(1000, -1))
+    orders = itertools.count(1000, -1)
+    engine_offload = step.engine.offload
+
+    def offload(x: Tensor, name: str, **plan: Any) -> Tensor:
+        return engine_offload(x, name, **{**plan, "host": host, "reload_order": next(orders)})
+
+    step.engine.offload = offload  # type: ignore[method-assign]
 
 
 @by_error

@@ -106,20 +106,11 @@ def test_reload_memory_lies_idle_until_forward_is_nearly_over(ssd_dir: str, io: 
         assert torch.equal(fetch(engine, token, x), x)
         idle_bytes = engine.statistics().idle_bytes
         assert idle_bytes >= 4 * MIB
-        first = offload(engine, x.clone(), reload_order=1)
+        first = offload(engine, x.clone())
         assert engine.statistics().idle_bytes == idle_bytes
-        last = offload(engine, x.clone(), reload_order=0)
+        last = offload(engine, x.clone(), last=True)
         assert engine.statistics().idle_bytes == 0
         assert torch.equal(fetch(engine, last, x), fetch(engine, first, x))
-
-
-def test_without_a_plan_every_offload_gives_idle_memory_back(ssd_dir: str) -> None:
-    with Engine(EngineConfig(ssd_dir=ssd_dir)) as engine:
-        x = torch.randn(MIB)
-        assert torch.equal(fetch(engine, offload(engine, x.clone()), x), x)
-        token = offload(engine, x.clone())
-        assert engine.statistics().idle_bytes == 0
-        assert torch.equal(fetch(engine, token, x), x)
 
 
 def test_asking_for_aio_is_enough_to_get_it(ssd_dir: str) -> None:

@@ -336,7 +336,7 @@ def good_with_host() -> ScheduledJointGraph:
     assert [node.kwargs for node in find(joint.graph, OFFLOAD)] == [
         {"reload_order": 2},
         {"host": True, "reload_order": 1},
-        {"host": True, "reload_order": 0},
+        {"host": True, "reload_order": 0, "last": True},
     ]
     return joint
 

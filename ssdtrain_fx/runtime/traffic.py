@@ -11,21 +11,22 @@ The caller holds the engine's lock.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Callable
+from typing import NamedTuple
 
 HALF_LIFE_BYTES = 64 << 20
 """A transfer counts half when that many bytes have followed it. A guess."""
 
 
-class Direction(enum.Enum):
-    WRITE = enum.auto()
-    READ = enum.auto()
+class Direction(enum.IntEnum):
+    """An index, because hashing an Enum costs more than all else that is done per transfer."""
+
+    WRITE = 0
+    READ = 1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One that has begun."""
 
     direction: Direction
@@ -68,25 +69,24 @@ class Traffic:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.meters = {direction: RateMeter() for direction in Direction}
-        self._under_way = dict.fromkeys(Direction, 0)
+        self.meters = (RateMeter(), RateMeter())
+        """By :class:`Direction`."""
+        self._under_way = [0, 0]
 
     def begin(self, direction: Direction) -> Transfer:
-        self._under_way[direction] += 1
-        return Transfer(direction, self.clock(), self._under_way[direction], self._alone(direction))
+        under_way = self._under_way
+        under_way[direction] += 1
+        return Transfer(direction, self.clock(), under_way[direction], not under_way[1 - direction])
 
     def end(self, transfer: Transfer, length_bytes: int, end_s: float, *, busy_with: int) -> None:
         """``length_bytes`` were moved until ``end_s``, 0 after an error. ``busy_with`` transfers keep the disk busy."""
         direction = transfer.direction
         under_way = self._under_way[direction]
         self._under_way[direction] -= 1
-        if length_bytes and transfer.alone and self._alone(direction):
+        if length_bytes and transfer.alone and not self._under_way[1 - direction]:
             self.meters[direction].note(
                 length_bytes,
                 end_s - transfer.start_s,
                 (transfer.under_way + under_way) / 2,
                 busy=min(transfer.under_way, under_way) >= busy_with,
             )
-
-    def _alone(self, direction: Direction) -> bool:
-        return not any(count for other, count in self._under_way.items() if other is not direction)

@@ -10,6 +10,8 @@ Guarantees:
 * The bytes of the tensor do not change, and no memory is taken that it does not fill: only huge pages that lie in it as
   a whole are touched.
 * A place is tried once. Where the system has no huge page now, or the machine's owner wants none, it stays as it is.
+* It takes ``GRANT_S`` and ``SHARE`` of the time that has passed, give or take one place: where the host of a virtual
+  machine has taken freed memory away, one place can cost as much as fifty transfers save.
 """
 
 from __future__ import annotations
@@ -17,21 +19,29 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ssdtrain_fx.runtime.staging import HUGE_PAGE_BYTES
 
 MADV_COLLAPSE = 25
 """Copy small pages to a huge one now (Linux 6.1); earlier kernels do it some time later, or not at all."""
+GRANT_S = 1.0
+"""Less than compiling takes, which the first step does anyway."""
+SHARE = 0.005
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class HugePages:
     """Which places have been tried. May be used from any thread."""
 
-    def __init__(self, setting: Path = SETTING) -> None:
+    def __init__(self, setting: Path = SETTING, clock: Callable[[], float] = time.perf_counter) -> None:
         self._tried: set[int] = set()
         self._madvise = _find_madvise() if _are_allowed(setting) else None
+        self._clock = clock
+        self._start_s = clock()
+        self._spent_s = 0.0
 
     def put_under(self, address: int, byte_count: int) -> None:
         """Have the whole huge pages within ``[address, address + byte_count)`` made of one page each."""
@@ -40,12 +50,18 @@ class HugePages:
         first, end = -(-address // HUGE_PAGE_BYTES), (address + byte_count) // HUGE_PAGE_BYTES
         if self._tried.issuperset(range(first, end)):
             return
+        begin_s = self._clock()
         for page in range(first, end):
             if page not in self._tried:
+                if self._spent_s > GRANT_S + SHARE * (begin_s - self._start_s):
+                    return
                 self._tried.add(page)
                 start = page * HUGE_PAGE_BYTES
                 if self._madvise(start, HUGE_PAGE_BYTES, mmap.MADV_HUGEPAGE) == 0:
                     self._madvise(start, HUGE_PAGE_BYTES, MADV_COLLAPSE)
+                now_s = self._clock()
+                self._spent_s += now_s - begin_s
+                begin_s = now_s
 
 
 def _are_allowed(setting: Path) -> bool:

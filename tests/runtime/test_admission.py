@@ -182,7 +182,7 @@ def test_transfers_in_both_directions_tell_nothing(clock: HandClock) -> None:
     traffic.end(first, 1000, clock(), busy_with=1)
     traffic.end(read, 1000, clock(), busy_with=1)
     traffic.end(second, 0, clock(), busy_with=1)  # it failed
-    assert all(meter.bytes_per_s is None for meter in traffic.meters.values())
+    assert all(meter.bytes_per_s is None for meter in traffic.meters)
     traffic.end(traffic.begin(Direction.READ), 1000, clock() + 0.5, busy_with=1)
     assert traffic.meters[Direction.READ].bytes_per_s == pytest.approx(2000)
 

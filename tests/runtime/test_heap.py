@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ssdtrain_fx.runtime import huge_pages
 from ssdtrain_fx.runtime.heap import _is_set_up
-from ssdtrain_fx.runtime.huge_pages import SETTING, HugePages
+from ssdtrain_fx.runtime.huge_pages import GRANT_S, MADV_COLLAPSE, SETTING, SHARE, HugePages
 from ssdtrain_fx.runtime.staging import HUGE_PAGE_BYTES
 
 
@@ -41,6 +42,39 @@ def test_whole_huge_pages_within_a_tensor_become_one_page_each() -> None:
     pages.put_under(x.data_ptr() + first, HUGE_PAGE_BYTES)
     assert huge_bytes(x.data_ptr() + first + HUGE_PAGE_BYTES) == 3 * HUGE_PAGE_BYTES
     assert torch.equal(x, expected)
+
+
+class SlowKernel:
+    """Every place takes a second of its clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.tried = 0
+        monkeypatch.setattr(huge_pages, "_find_madvise", lambda: self._madvise)
+        monkeypatch.setattr(huge_pages, "_are_allowed", lambda setting: True)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def _madvise(self, address: int, length: int, advice: int) -> int:
+        if advice == MADV_COLLAPSE:
+            self.tried += 1
+            self.now_s += 1.0
+        return 0
+
+
+def test_huge_pages_take_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = SlowKernel(monkeypatch)
+    pages = HugePages(clock=kernel.clock)
+    pages.put_under(0, 100 * HUGE_PAGE_BYTES)
+    assert kernel.tried == GRANT_S + 1
+    kernel.now_s += 1 / SHARE
+    pages.put_under(0, 100 * HUGE_PAGE_BYTES)
+    assert kernel.tried == GRANT_S + 2
+    for _ in range(100):
+        kernel.now_s += 1 / SHARE
+        pages.put_under(0, 100 * HUGE_PAGE_BYTES)
+    assert kernel.tried == 100, "every place in the end, and none twice"
 
 
 @pytest.mark.parametrize("setting", ["always madvise [never]", None])

@@ -105,7 +105,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--ssd-dir", help="directory on the SSD")
-    parser.add_argument("--io", choices=("posix", "aio"), default="posix")
+    parser.add_argument("--io", choices=("auto", "posix", "aio"), default="auto")
     parser.add_argument("--count", type=int, default=300, help="tensors of each kind")
     parser.add_argument("--json", type=Path, help="where the numbers go as JSON")
     chosen = parser.parse_args(arguments)

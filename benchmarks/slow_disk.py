@@ -162,7 +162,7 @@ class Runner:
     model: nn.Module
     compiled: Callable[..., Tensor]
     plans: Sequence[Plan]
-    """None where they were made for another disk."""
+    """Empty where they were made for another disk."""
     step_s: list[float] = dataclasses.field(default_factory=list[float])
     done: Statistics = dataclasses.field(default_factory=Statistics)
     """Of the last step."""

@@ -189,6 +189,9 @@ class Engine:
             ledger.check_usable(name)
             ledger.drain()
             stall_s = self._stalls.predict_s(lane, entry, out_s, back_s)
+            if stall_s:  # perhaps what is in front of it is over, and nobody has asked yet
+                lane.make_progress()
+                stall_s = self._stalls.predict_s(lane, entry, out_s, back_s)
             moves = byte_count == 0 or ledger.admission.admits(stall_s)
             if link:
                 self._runs.add(entry, handle, link)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ssdtrain_fx.errors import ActivationLostError, StalledDiskError
 from ssdtrain_fx.runtime.aio_lane import FROM_SOURCE_BYTES
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.traffic import Direction
 
 PAGE = 4096
 
@@ -103,6 +105,21 @@ def test_the_kernel_is_not_asked_what_nobody_needs_to_know(file: MemoryFile, mon
             engine.wait(y, token)
             assert torch.equal(x, y)
         assert asked > 0
+
+
+def test_a_write_that_is_over_holds_nothing_up(file: MemoryFile) -> None:
+    """Nobody has asked the kernel for it yet, when the next tensor is about to stay for fear of a stall."""
+    with engine_on(file, max_stall_share=0.1) as engine:
+        x, y = tensor_at(0, 2 * PAGE), tensor_at(0, 2 * PAGE)
+        tokens = [engine.offload(x, "x", out_s=1.5, back_s=9.0)]
+        engine._ledger.traffic.meters[Direction.WRITE].note(2 * PAGE, 1.0, 1, busy=True)
+        engine._ledger.admission.charge(1e6)
+        while file.aio.in_flight:
+            time.sleep(0.001)
+        tokens.append(engine.offload(y, "y", out_s=1.5, back_s=9.0))  # 2 s, were x still on its way
+        assert engine.statistics().kept_for_time == 0
+        for token, tensor in zip(tokens, (x, y), strict=True):
+            assert torch.equal(fetch(engine, engine.release(token, tensor), tensor), tensor)
 
 
 @pytest.mark.parametrize("stride", [(1, 96), (96, 1)])

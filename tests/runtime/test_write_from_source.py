@@ -16,6 +16,7 @@ from runtime_fakes import FakeAio, MemoryFile, fetch, offload
 from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError, StalledDiskError
+from ssdtrain_fx.runtime.admission import BALANCE_LIMIT_S
 from ssdtrain_fx.runtime.aio_lane import FROM_SOURCE_BYTES
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
@@ -113,7 +114,7 @@ def test_a_write_that_is_over_holds_nothing_up(file: MemoryFile) -> None:
         x, y = tensor_at(0, 2 * PAGE), tensor_at(0, 2 * PAGE)
         tokens = [engine.offload(x, "x", out_s=1.5, back_s=9.0)]
         engine._ledger.traffic.meters[Direction.WRITE].note(2 * PAGE, 1.0, 1, busy=True)
-        engine._ledger.admission.charge(1e6)
+        engine._ledger.admission.charge(BALANCE_LIMIT_S)
         while file.aio.in_flight:
             time.sleep(0.001)
         tokens.append(engine.offload(y, "y", out_s=1.5, back_s=9.0))  # 2 s, were x still on its way

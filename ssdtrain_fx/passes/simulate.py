@@ -95,7 +95,7 @@ class Simulation:
 
     @property
     def stall_s(self) -> float:
-        return sum(self.release_stall_s.values()) + sum(self.wait_stall_s.values())
+        return math.fsum((*self.release_stall_s.values(), *self.wait_stall_s.values()))
 
 
 def simulate(problem: TransferProblem, placements: Placements, *, record: bool = False) -> Simulation:

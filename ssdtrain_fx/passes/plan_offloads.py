@@ -17,7 +17,6 @@ from ssdtrain_fx.passes.analysis import Analysis
 from ssdtrain_fx.passes.candidates import Candidate
 from ssdtrain_fx.passes.chains import choose_most
 from ssdtrain_fx.passes.find_recomputations import Recomputation
-from ssdtrain_fx.passes.gather_ops import gather_ops
 from ssdtrain_fx.passes.liveness import LiveInterval, memory_profile
 from ssdtrain_fx.passes.place_transfers import Choice, choose_all, choose_cheapest, choose_lowest_peak, floor_bytes
 from ssdtrain_fx.passes.plan import Decision, Keep, Offload, Peak, Plan, Recompute, SavedStorage
@@ -65,7 +64,7 @@ def plan_offloads(
                 f"get below {floor} bytes (without offloading: {_find_peak(analysis, {}).size_bytes}). "
                 "Raise the budget to at least that, or lower the batch size or min_tensor_bytes.",
             )
-        choice, reason_not_moved = gather_ops(problem, use_host_tier(problem, found, time_first=True)), KEPT_FITS
+        choice, reason_not_moved = use_host_tier(problem, found, time_first=True), KEPT_FITS
     elif analysis.activations:
         choice, reason_not_moved = choose_most(problem, max_slowdown=max_slowdown), KEPT_TIME
     else:
@@ -73,7 +72,6 @@ def plan_offloads(
         choice = use_host_tier(problem, choice, may_move_others=True)
         if choice.peak_bytes > floor:
             reason_not_moved = KEPT_TIME
-        choice = gather_ops(problem, choice)
     return describe_plan(analysis, problem, choice, reason_not_moved=reason_not_moved, reasons={})
 
 

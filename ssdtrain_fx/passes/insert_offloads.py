@@ -49,8 +49,6 @@ class _Chain:
     source: fx.Node
     decision: Offload
     reload_order: int | None = None
-    is_last: bool = False
-    """No other offload comes after it."""
     size: Sequence[int | fx.Node] = ()
     stride: Sequence[int | fx.Node] = ()
     token: fx.Node | None = None
@@ -116,14 +114,11 @@ def insert_offloads(
         reloaded = [chain for _, step, chain in steps if step in (Step.RELOAD_AT_ONCE, Step.RELOAD)]
         for order, chain in enumerate(reloaded):
             chain.reload_order = order
-    for _, step, chain in reversed(steps):
-        if step is Step.OFFLOAD:
-            chain.is_last = True
-            break
+    last = next((chain for _, step, chain in reversed(steps) if step is Step.OFFLOAD), None)
     for position, step, chain in steps:
         with joint.graph.inserting_before(nodes[position]):
             if step is Step.OFFLOAD:
-                _insert_offload(joint.graph, chain, symbols, engine, link)
+                _insert_offload(joint.graph, chain, symbols, engine, link, is_last=chain is last)
             elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
                 # What comes from outside may be written to out there once forward is over: it has to leave before.
                 late = bool(link) and nodes[position] is joint.marker and not chain.candidate.storage.is_input
@@ -137,7 +132,9 @@ def insert_offloads(
     return joint
 
 
-def _insert_offload(graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.Node], engine: str, link: str) -> None:
+def _insert_offload(
+    graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.Node], engine: str, link: str, *, is_last: bool
+) -> None:
     source = chain.source
     value = _value(source)
 
@@ -165,7 +162,7 @@ def _insert_offload(graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.
     keywords: dict[str, Argument] = {"host": True} if chain.decision.tier == "host" else {}
     if chain.reload_order is not None:
         keywords["reload_order"] = chain.reload_order
-    if chain.is_last:
+    if is_last:
         keywords["last"] = True
     chain.token = graph.call_function(OFFLOAD, arguments, keywords)
     _annotate(chain.token, source, _fake_token(value))

@@ -74,7 +74,10 @@ class _Transfer:
     """The pages of one chunk between memory, from ``address`` on, and the file. ``fill`` is set for reads, ``buffer``
     for writes from staging."""
 
-    __slots__ = ("address", "began_ns", "buffer", "chunk", "done", "fill", "offset", "opcode", "timed", "total")
+    done = 0
+    began_ns = 0
+    timed: Transfer | None = None
+    """While the kernel has it."""
 
     def __init__(self, chunk: Chunk, address: int, fill: Fill | None, buffer: StagingBuffer | None) -> None:
         slot = chunk.entry.slot
@@ -87,10 +90,6 @@ class _Transfer:
         self.address = address + len(chunk.edges[0])
         self.offset = slot.offset_bytes + start
         self.total = round_up(length)
-        self.done = 0
-        self.began_ns = 0
-        self.timed: Transfer | None = None
-        """While the kernel has it."""
 
 
 class AioLane(Lane):
@@ -142,7 +141,7 @@ class AioLane(Lane):
 
     def enlist_copies(self, entry: Entry) -> None:
         try:
-            if self._has_backlog:
+            if self._has_backlog or not (entry.from_source or self.pool.available):
                 self._reap()
             if entry.from_source:
                 assert entry.source is not None
@@ -221,7 +220,6 @@ class AioLane(Lane):
             self._reads
             or self._writes
             or self._copies
-            or not self.pool.available
             or len(self._in_flight) >= self._aio.depth // 2
             or self._ledger.trace is not None
         )
@@ -230,9 +228,8 @@ class AioLane(Lane):
 
     def _begin(self) -> None:
         """Submit what is queued, reads first, and what there is room for of what has not left its tensor."""
-        if not self._reads and not self._writes and not self._copies:
-            return
-        has_room = self._submit(self._reads) and self._submit(self._writes)
+        has_room = not self._reads or self._submit(self._reads)
+        has_room = has_room and (not self._writes or self._submit(self._writes))
         while self._copies:
             chunk = self._copies[0]
             if chunk.state is not ChunkState.CANCELLED:
@@ -316,7 +313,7 @@ class AioLane(Lane):
             if transfer.fill is None and chunk.state is ChunkState.CANCELLED:  # before it left its tensor
                 queue.popleft()
                 continue
-            if chunk.entry.unneeded_on_disk and done == 0:
+            if done == 0 and chunk.entry.unneeded_on_disk:
                 self._abandon(queue.popleft())
                 continue
             error = file.grow(transfer.offset + transfer.total) if transfer.fill is None else None

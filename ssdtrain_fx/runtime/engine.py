@@ -59,7 +59,7 @@ from ssdtrain_fx.runtime.striped_file import open_spill_file
 from ssdtrain_fx.runtime.tensor_memory import TensorMemory
 from ssdtrain_fx.runtime.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.tokens import Owner, handle_of, make_token
-from ssdtrain_fx.runtime.trace import Trace, traced
+from ssdtrain_fx.runtime.trace import Trace, record_calls
 from ssdtrain_fx.runtime.traffic import Direction, Traffic
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,6 @@ class Engine:
 
     # -- the ops -------------------------------------------------------------------------------------------------------
 
-    @traced
     def offload(
         self,
         x: Tensor,
@@ -186,8 +185,7 @@ class Engine:
         entry.owner = weakref.ref(owner)
         token = make_token(owner)
         with ledger.lock:
-            ledger.check_usable(name)
-            ledger.drain()
+            ledger.begin_op(name)
             stall_s = self._stalls.predict_s(lane, entry, out_s, back_s)
             if stall_s:  # perhaps what is in front of it is over, and nobody has asked yet
                 lane.make_progress()
@@ -196,8 +194,9 @@ class Engine:
             if link:
                 self._runs.add(entry, handle, link)
             if moves:
-                ledger.admission.charge(stall_s)
-                entry.charged_s = stall_s
+                if stall_s:
+                    ledger.admission.charge(stall_s)
+                    entry.charged_s = stall_s
                 ledger.enter(handle, entry, lane.direct_chunk_bytes if entry.from_source else lane.chunk_bytes)
                 lane.enlist_copies(entry)
             else:
@@ -209,7 +208,6 @@ class Engine:
         ledger.tidy()
         return token
 
-    @traced
     def release(self, token: Tensor, x: Tensor, *, late: bool = False) -> Tensor:
         """Wait until every byte has left ``x``; its memory may be reused afterwards.
 
@@ -226,13 +224,15 @@ class Engine:
                 f"got one at {entry.address:#x} with strides {entry.stride}. The compiler passed a copy to one of "
                 "them, so the memory of the other one may already hold something else."
             )
-        lane = self._lane(entry.device.type)
+        lane = self._lanes[entry.device.type]
         with ledger.lock:
-            ledger.check_usable(entry.name)
-            ledger.drain()
+            ledger.begin_op(entry.name)
             if entry.uncopied:
                 lane.make_progress()
-            self._stalls.wait_until_copied(lane, entry, self._runs.must_leave(entry) if late else [entry])
+            if late:
+                self._stalls.wait_until_copied(lane, entry, self._runs.must_leave(entry))
+            elif entry.uncopied:
+                self._stalls.wait_until_copied(lane, entry, [entry])
             copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]
             staying = entry.source.tensor if entry.stays and entry.source is not None else None
             leaves_late = late and staying is None and entry.uncopied > 0
@@ -253,7 +253,6 @@ class Engine:
         assert owner is not None  # `token` holds it
         return make_token(owner)
 
-    @traced
     def reload(
         self,
         token: Tensor,
@@ -277,10 +276,11 @@ class Engine:
             )
         if entry.stays:
             return self._reload_from_memory(entry, stride)
-        lane = self._lane(entry.device.type)
-        y = self._take_ahead(entry, tuple(stride), device, lane)
-        if y is not None:
-            return y
+        lane = self._lanes[entry.device.type]
+        if entry.ahead is not None:
+            y = self._take_ahead(entry, tuple(stride), device, lane)
+            if y is not None:
+                return y
         temporary = None
         if same_layout(entry.size, stride, entry.stored_stride):
             y = lane.allocate(entry, stride, device)
@@ -291,8 +291,7 @@ class Engine:
             raise InternalError(f"reload({entry.name!r}) asks for {y.device}; offload got {entry.device}.")
         fill = Fill(entry, y, temporary, lane.mover.mark(y.device))
         with ledger.lock:
-            ledger.check_usable(entry.name)
-            ledger.drain()
+            ledger.begin_op(entry.name)
             ledger.counters.reloads += 1
             self._runs.reloaded(entry)
             entry.reloaded = True
@@ -302,7 +301,6 @@ class Engine:
         ledger.tidy()
         return y
 
-    @traced
     def wait(self, y: Tensor, token: Tensor) -> None:
         """Return when ``y`` is filled, as seen by the current stream. Raises ActivationLostError if it cannot be.
 
@@ -321,7 +319,7 @@ class Engine:
                 f"wait({entry.name!r}) got a tensor at address {address:#x}, which no reload returned: the compiler "
                 "passed a copy, which nothing will fill."
             )
-        lane = self._lane(entry.device.type)
+        lane = self._lanes[entry.device.type]
         with ledger.lock:
             if fill.unissued:
                 lane.make_progress()
@@ -405,6 +403,7 @@ class Engine:
     @trace.setter
     def trace(self, trace: Trace | None) -> None:
         self._ledger.trace = trace
+        record_calls(self, ("offload", "release", "reload", "wait"), trace)
 
     def planned_staging_bytes(self, device_type: str) -> int:
         """How many bytes a plan may have between tensors and the file; 0 where the disk reaches tensors directly."""
@@ -420,13 +419,17 @@ class Engine:
         with ledger.lock:
             ledger.drain()
             patience = self._stalls.patience()
-            while ledger.counters.in_flight_bytes:
-                ledger.check_usable("what is in flight")
-                for lane in tuple(self._lanes.values()):
-                    lane.make_progress()
-                    if ledger.counters.in_flight_bytes:
-                        self._stalls.check(patience, "what is in flight")
-                        lane.wait_for_progress(IDLE_POLL_S)
+            ledger.idle_waiters += 1
+            try:
+                while ledger.counters.in_flight_bytes:
+                    ledger.check_usable("what is in flight")
+                    for lane in tuple(self._lanes.values()):
+                        lane.make_progress()
+                        if ledger.counters.in_flight_bytes:
+                            self._stalls.check(patience, "what is in flight")
+                            lane.wait_for_progress(IDLE_POLL_S)
+            finally:
+                ledger.idle_waiters -= 1
         ledger.tidy()
 
     def close(self, *, timeout_s: float = math.inf) -> None:
@@ -469,7 +472,7 @@ class Engine:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _entry(self, op: str, token: Tensor) -> Entry:
-        entry = self.find_entry(token)
+        entry = self._ledger.entries.get(handle_of(token))
         if entry is None:
             raise InternalError(f"{op}: the token holds handle {handle_of(token)}, which this engine does not know")
         return entry
@@ -478,8 +481,7 @@ class Engine:
         """The owner of what another graph has offloaded, if it is the same as ``x``."""
         ledger = self._ledger
         with ledger.lock:
-            ledger.check_usable(name)
-            ledger.drain()
+            ledger.begin_op(name)
             handle = self._held.find(x)
             entry = None if handle is None else ledger.entries.get(handle)
             owner = None if entry is None else entry.owner()
@@ -493,7 +495,7 @@ class Engine:
         """Begin to reload ``entry`` before backward asks for it. What does not work is left to :meth:`reload`."""
         if not entry.byte_count or not same_layout(entry.size, entry.stride, entry.stored_stride):
             return
-        ledger, lane = self._ledger, self._lane(entry.device.type)
+        ledger, lane = self._ledger, self._lanes[entry.device.type]
         try:
             y = lane.allocate(entry, entry.stride, entry.device)
         except (RuntimeError, MemoryError, OSError) as error:  # no memory now
@@ -601,8 +603,7 @@ class Engine:
         """The tensor that stayed, or a copy of it where another layout is asked for."""
         ledger = self._ledger
         with ledger.lock:
-            ledger.check_usable(entry.name)
-            ledger.drain()
+            ledger.begin_op(entry.name)
             ledger.counters.reloads += 1
             resident = entry.resident
             source = entry.source

@@ -29,7 +29,7 @@ MADV_COLLAPSE = 25
 """Copy small pages to a huge one now (Linux 6.1); earlier kernels do it some time later, or not at all."""
 GRANT_S = 1.0
 """Less than compiling takes, which the first step does anyway."""
-SHARE = 0.005
+SHARE = 0.002
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 

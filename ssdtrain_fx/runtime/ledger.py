@@ -65,81 +65,69 @@ class ChunkState(enum.Enum):
 class Chunk:
     """``length`` bytes of an entry, from byte ``start`` on."""
 
-    __slots__ = (
-        "arriving",
-        "checksum",
-        "copied",
-        "edges",
-        "entry",
-        "kept",
-        "length",
-        "staging",
-        "start",
-        "state",
-        "waiting_fills",
-    )
+    state = ChunkState.SOURCE
+    staging: StagingBuffer | None = None
+    copied: Mark = None
+    """When the bytes are in ``staging``."""
+    kept: Tensor | None = None
+    checksum = 0
+    edges: tuple[bytes, bytes] = (b"", b"")
+    """What of it lies in front of its first and behind its last page, and is not written."""
+    arriving = False
+    """It is being read ahead."""
 
     def __init__(self, entry: Entry, start: int, length: int) -> None:
         self.entry = entry
         self.start = start
         self.length = length
-        self.state = ChunkState.SOURCE
-        self.staging: StagingBuffer | None = None
-        self.copied: Mark = None
-        """When the bytes are in ``staging``."""
-        self.kept: Tensor | None = None
-        self.checksum = 0
-        self.edges: tuple[bytes, bytes] = (b"", b"")
-        """What of it lies in front of its first and behind its last page, and is not written."""
-        self.arriving = False
-        """It is being read ahead."""
         self.waiting_fills: list[Fill] = []
         """Reloads that came before the bytes left the tensor, or while they were being read ahead."""
 
     @property
     def pages(self) -> tuple[int, int]:
         """Which bytes of the slot hold what is not in ``edges``: the first one and their number."""
-        leading, trailing = map(len, self.edges)
-        return self.start + leading - self.entry.lead_bytes, self.length - leading - trailing
+        leading, trailing = self.edges
+        return self.start + len(leading) - self.entry.lead_bytes, self.length - len(leading) - len(trailing)
 
 
 class Entry:
     """One offloaded tensor."""
 
-    __slots__ = (
-        "address",
-        "ahead",
-        "busy",
-        "byte_count",
-        "charged_s",
-        "chunks",
-        "dead",
-        "device",
-        "dtype",
-        "fills",
-        "from_source",
-        "has_kept",
-        "host",
-        "lead_bytes",
-        "name",
-        "owner",
-        "ready",
-        "released",
-        "reload_order",
-        "reloaded",
-        "resident",
-        "run",
-        "size",
-        "slot",
-        "source",
-        "stays",
-        "stored_stride",
-        "stride",
-        "trail_bytes",
-        "uncopied",
-        "unsafe",
-        "waited_addresses",
-    )
+    # Defaults belong to the class: with cold caches, every attribute that is set takes time of its own.
+    slot: Slot | None = None
+    from_source = False
+    """The file gets its whole pages straight from the tensor."""
+    lead_bytes = 0
+    trail_bytes = 0
+    """In front of the first and behind the last of these pages."""
+    uncopied = 0
+    """Chunks whose copy out of the tensor has not been issued; ``release`` waits for 0."""
+    unsafe = 0
+    """Chunks whose copy out of the tensor may not be over; ``source`` must live until 0."""
+    released = False
+    """Until its release the engine holds ``source``, and then the caller of ``release`` drops it: dropped by an I/O
+    thread, it might not be gone when ``release`` returns."""
+    busy = 0
+    """Chunks on their way to the file, and reads; the slot is in use until 0."""
+    has_kept = False
+    stays = False
+    """It stays in memory: what is not in the file yet will not be written."""
+    resident: Tensor | None = None
+    """From its release on, what stays."""
+    charged_s = 0.0
+    """Stall that was predicted, and is paid for, but has not come yet."""
+    dead = False
+    host = False
+    """It is to stay in staging buffers rather than to go to the file."""
+    reload_order: int | None = None
+    """Its turn among the tensors of its graph when backward reloads them; None where nobody has said."""
+    run: GraphRun | None = None
+    """The run of a graph that it belongs to, where graphs follow one another."""
+    ahead: Ahead | None = None
+    """A reload that was begun before backward asked for it."""
+    reloaded = False
+    """Backward has asked for it."""
+    owner: weakref.ref[Owner]
 
     def __init__(self, x: Tensor, name: str, source: Tensor, byte_count: int, ready: Mark) -> None:
         self.name = name
@@ -153,44 +141,10 @@ class Entry:
         self.source: Region | None = Region(source, byte_count)
         self.ready = ready
         """When the tensor is complete."""
-        self.owner: weakref.ref[Owner]
-        self.slot: Slot | None = None
-        self.from_source = False
-        """The file gets its whole pages straight from the tensor."""
-        self.lead_bytes = 0
-        self.trail_bytes = 0
-        """In front of the first and behind the last of these pages."""
         self.chunks: list[Chunk] = []
         self.fills: dict[int, Fill] = {}
         """By the address of the tensor that ``reload`` returned, until ``wait`` has succeeded."""
         self.waited_addresses: set[int] = set()
-        self.uncopied = 0
-        """Chunks whose copy out of the tensor has not been issued; ``release`` waits for 0."""
-        self.unsafe = 0
-        """Chunks whose copy out of the tensor may not be over; ``source`` must live until 0."""
-        self.released = False
-        """Until its release the engine holds ``source``, and then the caller of ``release`` drops it: dropped by an I/O
-        thread, it might not be gone when ``release`` returns."""
-        self.busy = 0
-        """Chunks on their way to the file, and reads; the slot is in use until 0."""
-        self.has_kept = False
-        self.stays = False
-        """It stays in memory: what is not in the file yet will not be written."""
-        self.resident: Tensor | None = None
-        """From its release on, what stays."""
-        self.charged_s = 0.0
-        """Stall that was predicted, and is paid for, but has not come yet."""
-        self.dead = False
-        self.host = False
-        """It is to stay in staging buffers rather than to go to the file."""
-        self.reload_order: int | None = None
-        """Its turn among the tensors of its graph when backward reloads them; None where nobody has said."""
-        self.run: GraphRun | None = None
-        """The run of a graph that it belongs to, where graphs follow one another."""
-        self.ahead: Ahead | None = None
-        """A reload that was begun before backward asked for it."""
-        self.reloaded = False
-        """Backward has asked for it."""
 
     def cut_at_pages(self) -> None:
         """Write it from where it is: direct I/O moves whole pages only."""
@@ -208,7 +162,8 @@ class Entry:
 class Fill:
     """One reload: the bytes of ``entry`` on their way into ``target``."""
 
-    __slots__ = ("entry", "error", "forwarded", "marks", "ready", "target", "temporary", "unfinished", "unissued")
+    error: Exception | None = None
+    forwarded = False
 
     def __init__(self, entry: Entry, target: Tensor, temporary: Tensor | None, ready: Mark) -> None:
         self.entry = entry
@@ -220,10 +175,8 @@ class Fill:
         self.marks: list[Mark] = []
         self.unissued = len(entry.chunks)
         """Chunks that ``wait`` has to wait for."""
-        self.unfinished = len(entry.chunks)
+        self.unfinished = self.unissued
         """Chunks that still need ``target``."""
-        self.error: Exception | None = None
-        self.forwarded = False
 
     def fail(self, error: Exception) -> None:
         """The bytes cannot be had. The first error counts.
@@ -298,6 +251,8 @@ class Ledger:
         self.when_unneeded: list[Callable[[Entry], None]] = []
         """Called with the lock held for an entry whose bytes in staging and in the file nobody will read any more."""
         self.ended_transfers = 0
+        self.idle_waiters = 0
+        """Who waits until nothing is in flight. To notify nobody would be dear: ``threading`` has gone cold."""
         self.trace: Trace | None = None
         """What records events, where somebody wants to see them."""
         self.closed = False
@@ -307,6 +262,13 @@ class Ledger:
         self._peak_end_bytes = 0
         self._warned_of_write_error = False
         self._unreported: OSError | None = None
+
+    def begin_op(self, name: str) -> None:
+        """Raises where an op on the tensor ``name`` would be in vain. Makes up for what has died meanwhile."""
+        if self.closed or self.failure is not None:
+            self.check_usable(name)
+        if self.dead_handles:
+            self.drain()
 
     def check_usable(self, name: str) -> None:
         """Raises where waiting any longer would be in vain."""
@@ -341,9 +303,11 @@ class Ledger:
         first_bytes = chunk_bytes
         if self.file.stripe_bytes is not None:  # a multiple of chunk_bytes: every chunk lies in one file
             first_bytes -= entry.slot.offset_bytes % chunk_bytes
-        starts = [0, *range(entry.lead_bytes + first_bytes, entry.byte_count - entry.trail_bytes, chunk_bytes)]
-        ends = [*starts[1:], entry.byte_count]
-        entry.chunks = [Chunk(entry, start, end - start) for start, end in zip(starts, ends, strict=True)]
+        start, end = 0, entry.lead_bytes + first_bytes
+        while end < entry.byte_count - entry.trail_bytes:
+            entry.chunks.append(Chunk(entry, start, end - start))
+            start, end = end, end + chunk_bytes
+        entry.chunks.append(Chunk(entry, start, entry.byte_count - start))
         entry.uncopied = entry.unsafe = entry.busy = len(entry.chunks)
         self.counters.in_flight_bytes += entry.byte_count
         self.counters.unwritten_bytes += entry.byte_count
@@ -391,10 +355,13 @@ class Ledger:
                     self.source_is_safe(chunk)
                     self.cancel(chunk)
             entry.dead = True
-            self.drop_ahead(entry)
-            self._tell_unneeded(entry)
+            if entry.ahead is not None:
+                self.drop_ahead(entry)
+            if self.when_unneeded:
+                self._tell_unneeded(entry)
             del self.entries[handle]
-            self.admission.charge(-entry.charged_s)
+            if entry.charged_s:
+                self.admission.charge(-entry.charged_s)
             if entry.resident is not None:
                 del self.residents[entry.resident.untyped_storage().data_ptr()]
                 self.trash.append(entry.resident)
@@ -459,21 +426,23 @@ class Ledger:
         entry.busy -= 1
         if entry.busy == 0 and entry.dead:
             self._retire_if_idle(entry)
-        if self.counters.in_flight_bytes == 0:
+        if self.idle_waiters and not self.counters.in_flight_bytes:
             self.progress.notify_all()
 
     def _retire_if_idle(self, entry: Entry) -> None:
         if entry.busy:
             return
         self.drop_source(entry)
-        self.trash.extend(entry.fills.values())
-        entry.fills.clear()
-        self.trash.extend(chunk.kept for chunk in entry.chunks)
+        if entry.fills:
+            self.trash.extend(entry.fills.values())
+            entry.fills.clear()
+        if entry.has_kept:
+            self.trash.extend(chunk.kept for chunk in entry.chunks)
         entry.chunks = []
         if entry.slot is not None:
             self.slots.free(entry.slot)
             entry.slot = None
-            if self.slots.slots_in_use == 0:
+            if not self.slots.bytes_in_use:
                 peak, self._peak_end_bytes = self._peak_end_bytes, 0
                 self.trim_wanted = self._may_trim and self.file.size_bytes > max(TRIM_ABOVE_BYTES, 2 * peak)
 

@@ -15,8 +15,8 @@ Pure bookkeeping: no I/O, no locks. The engine calls it with its lock held.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
+from typing import NamedTuple
 
 ALIGNMENT_BYTES = 4096
 
@@ -26,8 +26,7 @@ def round_up(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """The half-open byte range ``[offset_bytes, end_bytes)`` of the file."""
 
     offset_bytes: int

@@ -126,7 +126,8 @@ class TensorMemory:
         """
         skip_bytes = -lead_bytes % ALIGNMENT_BYTES
         with self._lock:
-            self._collect()
+            if self._returned:
+                self._collect()
             segment, slot = self._take(skip_bytes + byte_count)
             array_type = self._array_types.get(byte_count)
             if array_type is None:
@@ -134,8 +135,8 @@ class TensorMemory:
             self._may_hold_idle = True
         array = segment.array(array_type, slot, skip_bytes)
         array.lease = _Lease(segment, slot, self._returned)
-        storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(storage, 0, size, stride)
+        tensor = torch.frombuffer(array, dtype=dtype)
+        return tensor.set_(tensor.untyped_storage(), 0, size, stride)
 
     def release_idle(self) -> None:
         """Give what is idle back to the system."""

@@ -287,6 +287,7 @@ class ThreadLane(Lane):
         return functools.partial(self._read, transfer, fill, chunk, target, buffer)
 
     def _next_write(self) -> Task | None:
+        has_freed = False
         while self._writes:
             chunk = self._writes.popleft()
             buffer = chunk.staging
@@ -298,7 +299,8 @@ class ThreadLane(Lane):
             chunk.staging = None
             self.pool.drop_user(buffer)
             self._ledger.cancel(chunk)
-        return None
+            has_freed = True
+        return _nothing if has_freed else None  # a copy that has just found no buffer is to look again
 
     def _next_ahead(self) -> Task | None:
         if self._arriving_count >= max(1, self._thread_count - 1):

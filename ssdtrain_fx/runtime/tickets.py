@@ -14,7 +14,6 @@ Guarantees:
 from __future__ import annotations
 
 import itertools
-import weakref
 
 import torch
 from torch import Tensor
@@ -22,12 +21,19 @@ from torch import Tensor
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.runtime.tokens import handle_of
 
+Reloading = tuple[Tensor, Tensor]
+"""The tensor that is being filled, and the token it comes from."""
+
 
 class _TicketBytes(bytearray):
     """The memory of one ticket; the ticket's storage keeps it alive."""
 
-    tensor: Tensor
-    token: Tensor
+    __slots__ = ("number", "open")
+    number: int
+    open: dict[int, Reloading]
+
+    def __del__(self) -> None:
+        self.open.pop(self.number, None)
 
 
 class Tickets:
@@ -35,22 +41,20 @@ class Tickets:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._open: weakref.WeakValueDictionary[int, _TicketBytes] = weakref.WeakValueDictionary()
+        self._open: dict[int, Reloading] = {}
 
     def issue(self, tensor: Tensor, token: Tensor) -> Tensor:
         """A ticket for ``tensor``, which is being filled from what ``token`` stands for."""
         number = next(self._numbers)
         memory = _TicketBytes(number.to_bytes(8, "little"))
-        memory.tensor, memory.token = tensor, token
-        self._open[number] = memory
+        memory.number, memory.open = number, self._open
+        self._open[number] = tensor, token
         return torch.frombuffer(memory, dtype=torch.int64)
 
-    def redeem(self, ticket: Tensor) -> tuple[Tensor, Tensor]:
-        """The tensor and its token. A ticket can be redeemed once."""
+    def redeem(self, ticket: Tensor) -> Reloading:
+        """A ticket can be redeemed once. It owns nothing then, and may outlive the tensor."""
         number = handle_of(ticket)
-        memory = self._open.pop(number, None)
-        if memory is None:
+        reloading = self._open.pop(number, None)
+        if reloading is None:
             raise InternalError(f"wait got a ticket with number {number}, which no reload issued or which was used")
-        tensor, token = memory.tensor, memory.token
-        del memory.tensor, memory.token  # the ticket may outlive the last use of the tensor
-        return tensor, token
+        return reloading

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import logging
@@ -32,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -148,34 +147,27 @@ class Trace:
 
 
 class Traceable(Protocol):
-    """What :func:`traced` asks of an engine."""
-
-    @property
-    def trace(self) -> Trace | None: ...
+    """What :func:`record_calls` asks of an engine."""
 
     def find_entry(self, token: Tensor) -> Entry | None: ...
 
 
-EngineT = TypeVar("EngineT", bound=Traceable)
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+def record_calls(engine: Traceable, names: Sequence[str], trace: Trace | None) -> None:
+    """Put the calls of these ops down in ``trace``. None: no more; then nothing stands between an op and its caller."""
+    for name in names:
+        if trace is None:
+            vars(engine).pop(name, None)
+        else:
+            setattr(engine, name, _recorded(engine, name, trace))
 
 
-def traced(
-    op: Callable[Concatenate[EngineT, Parameters], Result],
-) -> Callable[Concatenate[EngineT, Parameters], Result]:
-    """Record every call of an engine's op, while a trace is being recorded.
-
-    The tensor is known by the op's parameter ``token``, or by the token that it returns.
-    """
+def _recorded(engine: Traceable, name: str, trace: Trace) -> Callable[..., Any]:
+    """The tensor is known by the op's parameter ``token``, or by the token that it returns."""
+    op = getattr(type(engine), name)
     names = list(op.__code__.co_varnames[1 : op.__code__.co_argcount])
     idx = names.index("token") if "token" in names else None
 
-    @functools.wraps(op)
-    def call(engine: EngineT, /, *arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
-        trace = engine.trace
-        if trace is None:
-            return op(engine, *arguments, **keywords)
+    def call(*arguments: Any, **keywords: Any) -> Any:
         token: Any = None
         if idx is not None:
             token = arguments[idx] if idx < len(arguments) else keywords["token"]
@@ -189,7 +181,7 @@ def traced(
             error = str(raised)
             raise
         finally:
-            trace.add_op(op.__name__, began_ns, None if token is None else engine.find_entry(token), error)
+            trace.add_op(name, began_ns, None if token is None else engine.find_entry(token), error)
 
     return call
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import NamedTuple
 
 HALF_LIFE_BYTES = 64 << 20
 """A transfer counts half when that many bytes have followed it. A guess."""
@@ -26,42 +25,33 @@ class Direction(enum.IntEnum):
     READ = 1
 
 
-class Transfer(NamedTuple):
-    """One that has begun."""
-
-    direction: Direction
-    start_s: float
-    under_way: int
-    """Transfers of this direction, this one included, when it began."""
-    alone: bool
-    """The other direction rested when it began."""
+Transfer = tuple[Direction, float, int, bool]
+"""One that has begun: its direction; when it began; how many transfers of that direction were under way then, this one
+included; and whether the other direction rested. A plain tuple: a class would cost more than what is done with it."""
 
 
 class RateMeter:
     """Bytes per second in one direction."""
 
     def __init__(self) -> None:
-        self._s_per_byte: float | None = None
+        self.s_per_byte = 0.0
+        """0 while nothing is known."""
         self._seen_bytes = 0
 
     @property
     def bytes_per_s(self) -> float | None:
         """None until a transfer has told."""
-        return None if self._s_per_byte is None else 1 / self._s_per_byte
-
-    def transfer_s(self, size_bytes: int) -> float:
-        """How long ``size_bytes`` take; 0 while nothing is known."""
-        return 0.0 if self._s_per_byte is None else size_bytes * self._s_per_byte
+        return 1 / self.s_per_byte if self.s_per_byte else None
 
     def note(self, length_bytes: int, duration_s: float, under_way: float, *, busy: bool) -> None:
         """``under_way`` transfers, on average, shared the disk for ``duration_s``, and it was ``busy`` with them."""
         sample = duration_s / (length_bytes * under_way)
-        last = self._s_per_byte
-        if sample <= 0 or (not busy and (last is None or sample > last)):
+        last = self.s_per_byte
+        if sample <= 0 or (not busy and (not last or sample > last)):
             return
         self._seen_bytes += length_bytes
         weight = max(1 - 0.5 ** (length_bytes / HALF_LIFE_BYTES), length_bytes / self._seen_bytes)
-        self._s_per_byte = sample if last is None else last + weight * (sample - last)
+        self.s_per_byte = last + weight * (sample - last) if last else sample
 
 
 class Traffic:
@@ -76,17 +66,17 @@ class Traffic:
     def begin(self, direction: Direction) -> Transfer:
         under_way = self._under_way
         under_way[direction] += 1
-        return Transfer(direction, self.clock(), under_way[direction], not under_way[1 - direction])
+        return direction, self.clock(), under_way[direction], not under_way[1 - direction]
 
     def end(self, transfer: Transfer, length_bytes: int, end_s: float, *, busy_with: int) -> None:
         """``length_bytes`` were moved until ``end_s``, 0 after an error. ``busy_with`` transfers keep the disk busy."""
-        direction = transfer.direction
+        direction, start_s, began_with, alone = transfer
         under_way = self._under_way[direction]
         self._under_way[direction] -= 1
-        if length_bytes and transfer.alone and not self._under_way[1 - direction]:
+        if length_bytes and alone and not self._under_way[1 - direction]:
             self.meters[direction].note(
                 length_bytes,
-                end_s - transfer.start_s,
-                (transfer.under_way + under_way) / 2,
-                busy=min(transfer.under_way, under_way) >= busy_with,
+                end_s - start_s,
+                (began_with + under_way) / 2,
+                busy=min(began_with, under_way) >= busy_with,
             )

@@ -148,10 +148,10 @@ def test_a_rate_is_that_of_the_disk_however_many_transfers_share_it() -> None:
     """Two at a time, each 1000 bytes in 2 s: the disk takes 1000 bytes per second."""
     meter = RateMeter()
     assert meter.bytes_per_s is None
-    assert meter.transfer_s(1000) == 0
+    assert meter.s_per_byte == 0
     meter.note(1000, 2.0, 2, busy=True)
     assert meter.bytes_per_s == pytest.approx(1000)
-    assert meter.transfer_s(500) == pytest.approx(0.5)
+    assert meter.s_per_byte == pytest.approx(0.001)
 
 
 def test_an_idle_disk_tells_only_that_it_is_at_least_so_fast() -> None:

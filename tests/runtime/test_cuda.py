@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,23 @@ def test_staging_smaller_than_the_tensor(tmp_path: Path, file: MemoryFile, cuda:
             assert torch.equal(fetch(engine, token, torch.arange(10 * 512)), torch.arange(10 * 512))
     assert set(cuda.runtime.registered.values()) == {0}
     assert len(cuda.runtime.registered) <= 2
+
+
+def test_a_buffer_that_comes_free_without_a_write_goes_to_the_next_copy(
+    tmp_path: Path, file: MemoryFile, cuda: FakeCuda
+) -> None:
+    """The only buffer for copies holds what nobody will read; no write of it will end and wake a thread."""
+    cuda.device_is_fast = False
+    x, y = torch.randn(1024), torch.randn(1024)
+    config = EngineConfig(ssd_dir=str(tmp_path), host_budget_bytes=8192)
+    with ThreadPoolExecutor(1) as threads, StandInEngine(config, file, cuda, thread_count=1) as engine:
+        token_x = engine.release(engine.offload(x, "x"), x)
+        token_y = engine.offload(y, "y")
+        del token_x
+        released = threads.submit(engine.release, token_y, y)
+        cuda.finish_all()
+        token_y = released.result(timeout=30)
+        assert torch.equal(fetch(engine, token_y, y), y)
 
 
 def test_a_failed_write_is_kept_and_comes_back(engine: StandInEngine, file: MemoryFile) -> None:

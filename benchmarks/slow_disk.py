@@ -202,11 +202,11 @@ def on_slow_disk(hardware: Hardware, slower: float) -> Hardware:
     return dataclasses.replace(hardware, write=slow(hardware.write), read=slow(hardware.read), share_when_both=0.5)
 
 
-def variants_of(max_slowdown: float, hardware: Hardware, slower: float, ssd_dir: str) -> list[Variant]:
+def variants_of(config: OffloadConfig, hardware: Hardware, slower: float) -> list[Variant]:
     """Engines are told apart by their configuration, so the limits differ by a hair."""
     names = ("as planned", "slow as planned", "slower", "slower, all moved")
     configs = [
-        OffloadConfig(max_slowdown=max_slowdown + 1e-9 * number, hardware=planned_for, ssd_dir=ssd_dir)
+        dataclasses.replace(config, max_slowdown=config.max_slowdown + 1e-9 * number, hardware=planned_for)
         for number, planned_for in enumerate((hardware, on_slow_disk(hardware, slower), hardware, hardware))
     ]
     return [
@@ -280,6 +280,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=8, help=f"the first {WARM_UP_ROUNDS} do not count")
     parser.add_argument("--max-slowdown", type=float, default=0.1)
+    parser.add_argument("--costs", choices=("roofline", "measured"), default="roofline", help="see OffloadConfig")
     parser.add_argument("--slower", type=float, default=10.0, help="how many times slower than planned the disk is")
     parser.add_argument("--ssd-dir", help="directory on the SSD")
     chosen = parser.parse_args(arguments)
@@ -298,7 +299,8 @@ def main(arguments: list[str]) -> int:
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     model, make_batch = zoo.build(chosen.model, **sizes)
-    variants = variants_of(chosen.max_slowdown, hardware, chosen.slower, directory)
+    config = OffloadConfig(max_slowdown=chosen.max_slowdown, costs=chosen.costs, ssd_dir=directory)
+    variants = variants_of(config, hardware, chosen.slower)
     ops._engines = slow_engines(variants, hardware, chosen.slower)
     generator = torch.Generator().manual_seed(1)
     runners: list[Runner] = []

@@ -135,6 +135,7 @@ class AioLane(Lane):
 
     def release_idle(self) -> None:
         self._tensor_memory.release_idle()
+        self._huge_pages.end_grant()  # forward is over
 
     def writes_from_source(self, entry: Entry) -> bool:
         return entry.byte_count >= self._from_source_bytes

@@ -10,8 +10,8 @@ Guarantees:
 * The bytes of the tensor do not change, and no memory is taken that it does not fill: only huge pages that lie in it as
   a whole are touched.
 * A place is tried once. Where the system has no huge page now, or the machine's owner wants none, it stays as it is.
-* It takes ``GRANT_S`` and ``SHARE`` of the time that has passed, give or take one place: where the host of a virtual
-  machine has taken freed memory away, one place can cost as much as fifty transfers save.
+* It takes at most ``GRANT_S`` of the first forward, and then ``SHARE`` of the time, give or take one place: where the
+  host of a virtual machine has taken freed memory away, one place can cost as much as fifty transfers save.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class HugePages:
         self._tried: set[int] = set()
         self._madvise = _find_madvise() if _are_allowed(setting) else None
         self._clock = clock
-        self._start_s = clock()
+        self._since_s = clock()
         self._spent_s = 0.0
+        self._grant_s = GRANT_S
 
     def put_under(self, address: int, byte_count: int) -> None:
         """Have the whole huge pages within ``[address, address + byte_count)`` made of one page each."""
@@ -53,7 +54,7 @@ class HugePages:
         begin_s = self._clock()
         for page in range(first, end):
             if page not in self._tried:
-                if self._spent_s > GRANT_S + SHARE * (begin_s - self._start_s):
+                if self._spent_s > self._grant_s + SHARE * (begin_s - self._since_s):
                     return
                 self._tried.add(page)
                 start = page * HUGE_PAGE_BYTES
@@ -62,6 +63,11 @@ class HugePages:
                 now_s = self._clock()
                 self._spent_s += now_s - begin_s
                 begin_s = now_s
+
+    def end_grant(self) -> None:
+        """A forward is over. What is left of the grant would slow down steps that compile nothing."""
+        if self._grant_s:
+            self._grant_s, self._spent_s, self._since_s = 0.0, 0.0, self._clock()
 
 
 def _are_allowed(setting: Path) -> bool:

@@ -77,6 +77,18 @@ def test_huge_pages_take_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPat
     assert kernel.tried == 100, "every place in the end, and none twice"
 
 
+def test_what_the_first_forward_leaves_of_the_grant_is_forfeited(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = SlowKernel(monkeypatch)
+    pages = HugePages(clock=kernel.clock)
+    pages.put_under(0, HUGE_PAGE_BYTES)
+    pages.end_grant()
+    pages.put_under(0, 100 * HUGE_PAGE_BYTES)
+    assert kernel.tried == 2, "one more place than there is time for"
+    pages.end_grant()  # of a later forward: what was spent is not forgotten
+    pages.put_under(0, 100 * HUGE_PAGE_BYTES)
+    assert kernel.tried == 2
+
+
 @pytest.mark.parametrize("setting", ["always madvise [never]", None])
 def test_a_system_without_huge_pages_is_left_alone(tmp_path: Path, setting: str | None) -> None:
     file = tmp_path / "enabled"

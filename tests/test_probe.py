@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import logging
@@ -12,10 +13,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from profiles import HARDWARE
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from ssdtrain_fx import probe, profile_store
@@ -25,9 +28,11 @@ from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.probe import load_hardware, measure_hardware
 from ssdtrain_fx.probe_hardware import device_name
-from ssdtrain_fx.probe_transfers import fit_channel, share_of
+from ssdtrain_fx.probe_transfers import Traffic, _BesideCompute, fit_channel, share_of
 from ssdtrain_fx.profile_store import profile_directory, profile_key, profile_path, store_profile
 from ssdtrain_fx.reference_rates import run_fio
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.staging import CPU_BUDGET_BYTES
 
 OTHER = dataclasses.replace(HARDWARE, kernel_s=5e-6)
@@ -260,6 +265,23 @@ def test_this_machine_has_sane_rates(ssd_dir: str) -> None:
     total = steps[0][2]
     assert [(done, of) for _, done, of in steps] == [(done, total) for done in range(total + 1)]
     assert list(Path(ssd_dir).iterdir()) == []
+
+
+def test_ops_cost_their_way_through_the_dispatcher(ssd_dir: str) -> None:
+    """An offload, a release, a reload and a wait: four ways for each tensor."""
+    calls: collections.Counter[object] = collections.Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls[func] += 1
+            return func(*args, **(kwargs or {}))
+
+    channel = Channel(bytes_per_s=1e12, latency_s=0.0)
+    with Engine(EngineConfig(ssd_dir=ssd_dir)) as engine, Count():
+        beside = _BesideCompute(Traffic(engine, torch.device("cpu")))
+        beside.measure(1 << 20, channel, channel)
+        assert engine.statistics().offloads == beside.COUNT
+    assert calls[torch.ops.ssdtrain_probe.dispatched.default] == 4 * beside.COUNT
 
 
 def test_a_line_through_two_transfers() -> None:

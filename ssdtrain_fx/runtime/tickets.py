@@ -6,8 +6,8 @@ write. So the tensor stays in here, and comes into the graph as the result of ``
 
 Guarantees:
 
-* The ticket's storage owns the tensor that is being filled and the token it comes from. A ticket that is dropped
-  before its wait, by an exception in backward, leaves nothing behind.
+* The tensor that is being filled and the token it comes from live until the wait, or as long as the ticket's storage. A
+  ticket that is dropped before its wait, by an exception in backward, leaves nothing behind.
 * A ticket has 8 bytes of its own and a number that is never used twice.
 """
 
@@ -52,7 +52,7 @@ class Tickets:
         return torch.frombuffer(memory, dtype=torch.int64)
 
     def redeem(self, ticket: Tensor) -> Reloading:
-        """A ticket can be redeemed once. It owns nothing then, and may outlive the tensor."""
+        """A ticket can be redeemed once. It keeps nothing alive then, and may outlive the tensor."""
         number = handle_of(ticket)
         reloading = self._open.pop(number, None)
         if reloading is None:

@@ -135,7 +135,6 @@ class AioLane(Lane):
 
     def release_idle(self) -> None:
         self._tensor_memory.release_idle()
-        self._huge_pages.end_grant()  # forward is over
 
     def writes_from_source(self, entry: Entry) -> bool:
         return entry.byte_count >= self._from_source_bytes
@@ -156,6 +155,8 @@ class AioLane(Lane):
 
     def enlist_reads(self, fill: Fill) -> None:
         self._begin_fill(fill)
+        if self._huge_pages.has_grant:
+            self._huge_pages.end_grant()
         try:
             if self._has_backlog or any(chunk.state is ChunkState.WRITING for chunk in fill.entry.chunks):
                 self._reap()

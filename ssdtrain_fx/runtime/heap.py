@@ -7,7 +7,8 @@ than without offloading, 2 percent of a GPT-2 step (2 cores, 2026-11-21).
 Guarantees:
 
 * Who has set one of the heap's own variables keeps what was set.
-* The heap holds what it held at its peak; what is more than :data:`KEPT_BYTES` of that still goes back.
+* The heap holds what it held at its peak. Where twice :data:`KEPT_BYTES` at its end are free, all but
+  :data:`KEPT_BYTES` still goes back.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ HEAP_BELOW_BYTES = 32 << 20
 anything is set."""
 
 _M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
 
 
@@ -33,7 +35,12 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc" or _is_set_up(os.environ):
         return False
     mallopt = ctypes.CDLL(None)["mallopt"]
-    return bool(mallopt(_M_MMAP_THRESHOLD, HEAP_BELOW_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES))
+    settings = (
+        (_M_MMAP_THRESHOLD, HEAP_BELOW_BYTES),
+        (_M_TOP_PAD, KEPT_BYTES),  # what is left when the end is given back; of address space, what is taken at a time
+        (_M_TRIM_THRESHOLD, 2 * KEPT_BYTES),
+    )
+    return all(bool(mallopt(name, value)) for name, value in settings)
 
 
 def _is_set_up(environment: Mapping[str, str]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 
 from ssdtrain_fx.runtime import huge_pages
 from ssdtrain_fx.runtime.heap import _is_set_up
-from ssdtrain_fx.runtime.huge_pages import GRANT_S, MADV_COLLAPSE, SETTING, SHARE, HugePages
+from ssdtrain_fx.runtime.huge_pages import GRANT_S, MADV_COLLAPSE, MAPS, SETTING, SHARE, HugePages
 from ssdtrain_fx.runtime.staging import HUGE_PAGE_BYTES
 
 
@@ -49,7 +51,8 @@ class SlowKernel:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        self.tried = 0
+        self.collapsed: list[int] = []
+        self.advised: list[tuple[int, int]] = []
         monkeypatch.setattr(huge_pages, "_find_madvise", lambda: self._madvise)
         monkeypatch.setattr(huge_pages, "_are_allowed", lambda setting: True)
 
@@ -58,8 +61,10 @@ class SlowKernel:
 
     def _madvise(self, address: int, length: int, advice: int) -> int:
         if advice == MADV_COLLAPSE:
-            self.tried += 1
+            self.collapsed.append(address)
             self.now_s += 1.0
+        else:
+            self.advised.append((address, length))
         return 0
 
 
@@ -67,26 +72,45 @@ def test_huge_pages_take_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPat
     kernel = SlowKernel(monkeypatch)
     pages = HugePages(clock=kernel.clock)
     pages.put_under(0, 100 * HUGE_PAGE_BYTES)
-    assert kernel.tried == GRANT_S + 1
+    assert len(kernel.collapsed) == GRANT_S + 1
     kernel.now_s += 1 / SHARE
     pages.put_under(0, 100 * HUGE_PAGE_BYTES)
-    assert kernel.tried == GRANT_S + 2
+    assert len(kernel.collapsed) == GRANT_S + 2
     for _ in range(100):
         kernel.now_s += 1 / SHARE
         pages.put_under(0, 100 * HUGE_PAGE_BYTES)
-    assert kernel.tried == 100, "every place in the end, and none twice"
+    assert len(kernel.collapsed) == 100, "every place in the end, and none twice"
 
 
-def test_what_the_first_forward_leaves_of_the_grant_is_forfeited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_first_forward_leaves_of_the_grant_goes_to_the_heap(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     kernel = SlowKernel(monkeypatch)
-    pages = HugePages(clock=kernel.clock)
+    maps = tmp_path / "maps"
+    first = 1000 * HUGE_PAGE_BYTES
+    maps.write_text(
+        f"{first + 1:x}-{first + 100 * HUGE_PAGE_BYTES:x} rw-p 00000000 00:00 0          [heap]\n"
+        f"{first * 2:x}-{first * 3:x} rw-p 00000000 00:00 0 \n"
+    )
+    pages = HugePages(maps=maps, clock=kernel.clock)
     pages.put_under(0, HUGE_PAGE_BYTES)
+    assert pages.has_grant
     pages.end_grant()
+    assert kernel.collapsed == [0, first + HUGE_PAGE_BYTES, first + 2 * HUGE_PAGE_BYTES], (
+        "one more than there is time for"
+    )
+    assert (first + HUGE_PAGE_BYTES, 99 * HUGE_PAGE_BYTES) in kernel.advised, "what is touched later is huge at once"
+    assert not pages.has_grant
     pages.put_under(0, 100 * HUGE_PAGE_BYTES)
-    assert kernel.tried == 2, "one more place than there is time for"
-    pages.end_grant()  # of a later forward: what was spent is not forgotten
-    pages.put_under(0, 100 * HUGE_PAGE_BYTES)
-    assert kernel.tried == 2
+    assert len(kernel.collapsed) == 4, "a new account: one place, and the rest when there is time"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such heap")
+def test_the_heap_of_this_process_is_found() -> None:
+    end_of_heap = ctypes.CDLL(None)["sbrk"]
+    end_of_heap.restype = ctypes.c_void_p
+    address = end_of_heap(0)
+    assert any(start < address <= end for start, end in huge_pages._heap(MAPS))
 
 
 @pytest.mark.parametrize("setting", ["always madvise [never]", None])

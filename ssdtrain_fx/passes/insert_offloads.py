@@ -181,7 +181,12 @@ def _insert_release(graph: fx.Graph, chain: _Chain, late: bool) -> None:
 
 
 def _insert_reload(graph: fx.Graph, chain: _Chain) -> None:
-    chain.ticket = graph.call_function(RELOAD, (chain.token, *_layout_arguments(chain)))
+    room = chain.decision.idle_bytes
+    # Only for CPU tensors does the engine keep memory.
+    keywords: dict[str, Argument] = {}
+    if room is not None and _value(chain.source).device.type == "cpu":
+        keywords["idle_bytes"] = room
+    chain.ticket = graph.call_function(RELOAD, (chain.token, *_layout_arguments(chain)), keywords)
     _annotate(chain.ticket, chain.source, _fake_token(_value(chain.source)))
 
 

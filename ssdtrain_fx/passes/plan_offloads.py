@@ -7,6 +7,7 @@ words the outcome: a decision with its reason for every saved storage, and where
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 from torch import fx
@@ -90,12 +91,14 @@ def describe_plan(
     """
     movables = {movable.idx: movable for movable in problem.movables}
     simulation = choice.simulation
+    # One graph of a chain does not know what the others hold.
+    room = None if analysis.activations else _find_room(problem, choice)
     return Plan(
         storages=tuple(
             describe_storage(
                 candidate,
                 analysis,
-                _decide(candidate, choice, movables, reasons.get(_main_node(candidate).name, reason_not_moved)),
+                _decide(candidate, choice, movables, room, reasons.get(_main_node(candidate).name, reason_not_moved)),
             )
             for candidate in analysis.candidates
         ),
@@ -220,7 +223,32 @@ def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
     )
 
 
-def _decide(candidate: Candidate, choice: Choice, movables: Mapping[int, Movable], reason_not_moved: str) -> Decision:
+def _find_room(problem: TransferProblem, choice: Choice) -> Mapping[int, int]:
+    """How far memory stays below the peak from each reload to the next one, by index of the storage.
+
+    What leaves after a reload has come back lies idle in the engine until the next reload: it counts as live.
+    """
+    live_bytes, count = choice.simulation.live_bytes, len(problem.node_s)
+    left = [0] * (count + 1)
+    for movable in problem.movables:
+        if movable.idx in choice.placements:
+            left[movable.end] += movable.size_bytes
+    left_bytes = list(itertools.accumulate(left))
+    positions = sorted({placement.reload for placement in choice.placements.values()})
+    room: dict[int, int] = {}
+    for start, end in itertools.pairwise([*positions, count]):
+        highest = max(live_bytes[at] + left_bytes[at] - left_bytes[start] for at in range(start, end))
+        room[start] = max(0, choice.peak_bytes - highest)
+    return {idx: room[placement.reload] for idx, placement in choice.placements.items()}
+
+
+def _decide(
+    candidate: Candidate,
+    choice: Choice,
+    movables: Mapping[int, Movable],
+    room: Mapping[int, int] | None,
+    reason_not_moved: str,
+) -> Decision:
     idx = candidate.storage.idx
     if idx not in choice.placements:
         return Keep(candidate.reason_to_keep or reason_not_moved)
@@ -243,6 +271,7 @@ def _decide(candidate: Candidate, choice: Choice, movables: Mapping[int, Movable
         back_s=round(max(back_s, simulation.wait_stall_s.get(idx, 0.0)), 6),
         reason=f"{where} between forward and backward" + (f"; {views} saved views share it" if views > 1 else ""),
         tier=placement.tier,
+        idle_bytes=None if room is None else room[idx],
     )
 
 

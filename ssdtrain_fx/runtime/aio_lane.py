@@ -189,11 +189,15 @@ class AioLane(Lane):
             return False
         return True
 
-    def allocate(self, entry: Entry, stride: Sequence[int], device: torch.device) -> Tensor:
+    def allocate(
+        self, entry: Entry, stride: Sequence[int], device: torch.device, idle_bytes: int | None = None
+    ) -> Tensor:
         """A tensor at the start of its storage, with memory for whole pages."""
         if entry.byte_count == 0:
             return super().allocate(entry, stride, device)
-        return self._tensor_memory.allocate(entry.size, stride, entry.dtype, entry.byte_count, entry.lead_bytes)
+        return self._tensor_memory.allocate(
+            entry.size, stride, entry.dtype, entry.byte_count, entry.lead_bytes, idle_bytes
+        )
 
     def close(self, patience: Patience) -> bool:
         ledger = self._ledger

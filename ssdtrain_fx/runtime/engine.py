@@ -260,10 +260,14 @@ class Engine:
         stride: Sequence[int] | None,
         dtype: torch.dtype | None,
         device: torch.device,
+        idle_bytes: int | None = None,
     ) -> Tensor:
         """A new tensor that is being filled; it may be used after :meth:`wait`.
 
         ``stride`` and ``dtype`` may be None: then they are those of the tensor that was offloaded.
+
+        Of the memory that tensors of earlier reloads have left, ``idle_bytes`` at most stay for later ones; the rest
+        goes back to the system: the peak is near. None: as much as the engine likes. That is for CPU tensors only.
         """
         ledger = self._ledger
         entry = self._entry("reload", token)
@@ -283,10 +287,10 @@ class Engine:
                 return y
         temporary = None
         if same_layout(entry.size, stride, entry.stored_stride):
-            y = lane.allocate(entry, stride, device)
+            y = lane.allocate(entry, stride, device, idle_bytes)
         else:
             y = torch.empty_strided(size, stride, dtype=dtype, device=device)
-            temporary = lane.allocate(entry, entry.stored_stride, device)
+            temporary = lane.allocate(entry, entry.stored_stride, device, idle_bytes)
         if y.device != entry.device:
             raise InternalError(f"reload({entry.name!r}) asks for {y.device}; offload got {entry.device}.")
         fill = Fill(entry, y, temporary, lane.mover.mark(y.device))

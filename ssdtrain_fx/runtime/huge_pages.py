@@ -75,11 +75,12 @@ class HugePages:
     def end_grant(self) -> None:
         """The first backward begins: all is compiled. What is left of the grant is for the heap, where other tensors
         will lie. What the heap touches later comes on huge pages at once."""
-        for start, end in _heap(self._maps) if self._madvise else ():
-            first, last = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-            if last > first:
-                self._madvise(first, last - first, mmap.MADV_HUGEPAGE)
-            self.put_under(start, end - start)
+        if self._madvise is not None:
+            for start, end in _heap(self._maps):
+                first, last = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+                if last > first:
+                    self._madvise(first, last - first, mmap.MADV_HUGEPAGE)
+                self.put_under(start, end - start)
         self._grant_s, self._spent_s, self._since_s = 0.0, 0.0, self._clock()
 
 

@@ -98,8 +98,10 @@ class Lane(abc.ABC):
         self._ledger.progress.wait(timeout_s)
         return True
 
-    def allocate(self, entry: Entry, stride: Sequence[int], device: torch.device) -> Tensor:
-        """A tensor like ``entry`` that reads can go into."""
+    def allocate(
+        self, entry: Entry, stride: Sequence[int], device: torch.device, idle_bytes: int | None = None
+    ) -> Tensor:
+        """A tensor like ``entry`` that reads can go into. ``idle_bytes``: see ``Engine.reload``."""
         return torch.empty_strided(entry.size, stride, dtype=entry.dtype, device=device)
 
     # -- ends of transfers, with the lock held -------------------------------------------------------------------------

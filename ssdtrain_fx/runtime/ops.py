@@ -13,8 +13,8 @@ recycled. ``stride`` of ``offload`` is a record for readers of the graph; the ru
 of the tensor that was offloaded. ``out_s`` and ``back_s`` say how many seconds lie between ``offload`` and ``release``,
 and between ``reload`` and ``wait``, by the plan: what the disk cannot do in that time stays in memory. ``host`` says
 that a CUDA tensor is to stay in pinned host memory, ``reload_order`` when backward reloads it, compared with the other
-tensors of its graph, and ``last`` that forward offloads nothing more; see
-:meth:`ssdtrain_fx.runtime.engine.Engine.offload`.
+tensors of its graph, and ``last`` that forward offloads nothing more; ``idle_bytes`` says how much memory of earlier
+reloads may lie idle until the next reload. See :meth:`ssdtrain_fx.runtime.engine.Engine.offload` and ``reload``.
 
 Guarantees: whatever the ops need is in their arguments, so a graph from a cache runs in a process that made no plan.
 """
@@ -54,7 +54,9 @@ _library.define(
 )
 _library.define("release(Tensor token, Tensor x, bool late=False) -> Tensor", tags=_tags)
 _library.define(
-    "reload(Tensor token, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device) -> Tensor", tags=_tags
+    "reload(Tensor token, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device, "
+    "int? idle_bytes=None) -> Tensor",
+    tags=_tags,
 )
 _library.define(
     "wait(Tensor ticket, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device) -> Tensor", tags=_tags
@@ -97,8 +99,9 @@ def _reload(
     stride: Sequence[int] | None,
     dtype: torch.dtype | None,
     device: torch.device,
+    idle_bytes: int | None = None,
 ) -> Tensor:
-    return _tickets.issue(_engines.engine_of(token).reload(token, size, stride, dtype, device), token)
+    return _tickets.issue(_engines.engine_of(token).reload(token, size, stride, dtype, device, idle_bytes), token)
 
 
 def _fake_reload(
@@ -107,6 +110,7 @@ def _fake_reload(
     stride: Sequence[int] | None,
     dtype: torch.dtype | None,
     device: torch.device,
+    idle_bytes: int | None = None,
 ) -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 

@@ -9,7 +9,8 @@ Guarantees:
 
 * A tensor owns whole pages: nobody else's data lies on them.
 * Memory is given out again only after the last tensor on its storage has died.
-* What lies idle behind the last tensor is at most ``idle_bytes``, and nothing after :meth:`TensorMemory.release_idle`.
+* After an allocation, what lies idle behind the last tensor is at most what its caller allows, or else ``idle_bytes``;
+  after :meth:`TensorMemory.release_idle` it is nothing.
 """
 
 from __future__ import annotations
@@ -118,17 +119,25 @@ class TensorMemory:
             return sum(segment.idle_bytes for segment in self._segments)
 
     def allocate(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, byte_count: int, lead_bytes: int = 0
+        self,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        byte_count: int,
+        lead_bytes: int = 0,
+        idle_bytes: int | None = None,
     ) -> Tensor:
         """A CPU tensor at the start of its storage of ``byte_count`` bytes. Not initialised.
 
-        Its byte ``lead_bytes``, less than a page, is at the start of a page.
+        Its byte ``lead_bytes``, less than a page, is at the start of a page. ``idle_bytes``, where given, is the limit
+        for what lies idle behind it.
         """
         skip_bytes = -lead_bytes % ALIGNMENT_BYTES
         with self._lock:
             if self._returned:
                 self._collect()
             segment, slot = self._take(skip_bytes + byte_count)
+            self._trim(self._idle_limit_bytes if idle_bytes is None else idle_bytes)
             array_type = self._array_types.get(byte_count)
             if array_type is None:
                 array_type = self._array_types[byte_count] = ctypes.c_char * byte_count
@@ -164,7 +173,9 @@ class TensorMemory:
         while self._returned:
             segment, slot = self._returned.popleft()
             segment.slots.free(slot)
-        left_bytes = self._idle_limit_bytes
+
+    def _trim(self, left_bytes: int) -> None:
+        """Let no more than ``left_bytes`` lie idle."""
         for segment in self._segments:
             if segment.idle_bytes > left_bytes:
                 segment.give_back(left_bytes)

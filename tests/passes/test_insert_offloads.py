@@ -124,7 +124,7 @@ def test_after() -> None:
  mm_1: f32[4, 2] = mm(mul, primals_3)
 ...
  mm_2: f32[8, 2] = mm(t, expand)
-+reload_default: i64[1] = reload(release_default, [4, 8], [8, 1], torch.float32, cpu)
++reload_default: i64[1] = reload(release_default, [4, 8], [8, 1], torch.float32, cpu, idle_bytes=384)
  t_1: f32[2, 8] = t(primals_3)
  mm_3: f32[4, 8] = mm(expand, t_1)
 -mul_1: f32[4, 8] = mul(mm_3, mm)

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.passes.candidates import Candidate
+from ssdtrain_fx.passes.liveness import find_live_intervals
 from ssdtrain_fx.passes.plan import Keep, Offload, Plan
 from ssdtrain_fx.passes.plan_offloads import KEPT_ELSEWHERE, KEPT_FITS, KEPT_TIME
 from ssdtrain_fx.testing import TOYS, GraphAnalysis, analyse, capture_step, capture_toy, listing, named
@@ -78,6 +79,38 @@ def assert_plan_is_sound(analysis: GraphAnalysis, plan: Plan) -> None:
         moved_bytes += saved.size_bytes
     assert plan.floor_bytes <= plan.peak_after_bytes <= plan.peak_before_bytes
     assert plan.offloaded_bytes == moved_bytes
+    assert_idle_memory_fits(analysis, plan)
+
+
+def assert_idle_memory_fits(analysis: GraphAnalysis, plan: Plan) -> None:
+    """Walk through the step with an engine that keeps as much as it may of what reloaded tensors leave.
+
+    Only where tensors leave after a reload that allows nothing may more than the peak be held: there is no op to give
+    it back.
+    """
+    moves = {
+        candidate.storage.idx: saved.decision
+        for candidate, saved in zip(analysis.candidates, plan.storages, strict=True)
+        if isinstance(saved.decision, Offload)
+    }
+    intervals = find_live_intervals(analysis.joint.graph, analysis.alias_sets)
+    idle_bytes = left_bytes = allowed_bytes = 0
+    for position in range(len(analysis.joint.positions())):
+        live_bytes = 0
+        reloads: list[Offload] = []
+        for idx, interval in intervals.items():
+            move = moves.get(idx)
+            if interval.start <= position < interval.end:
+                live_bytes += interval.size_bytes if move is None or not move.release <= position < move.reload else 0
+            if move is not None and interval.end == position:
+                idle_bytes, left_bytes = idle_bytes + interval.size_bytes, left_bytes + interval.size_bytes
+            if move is not None and move.reload == position:
+                reloads.append(move)
+        if reloads:
+            (allowed_bytes,) = {move.idle_bytes or 0 for move in reloads}
+            idle_bytes, left_bytes = min(idle_bytes, allowed_bytes), 0
+        if live_bytes + idle_bytes > plan.peak_after_bytes:
+            assert allowed_bytes == 0 and idle_bytes == left_bytes
 
 
 @pytest.mark.parametrize("disk", DISKS)

@@ -79,12 +79,29 @@ def test_what_lies_idle_is_bounded_and_goes_back_to_the_system() -> None:
     tensors = [allocate(memory, 4 * MIB).fill_(1.0) for _ in range(5)]
     start = tensors[0].data_ptr()
     del tensors[1:]
-    assert memory.idle_bytes == 8 * MIB
-    assert resident_bytes(start, 20 * MIB) <= 12 * MIB
+    assert allocate(memory, 4 * MIB).data_ptr() == start + 4 * MIB
+    assert memory.idle_bytes == 12 * MIB, "of it 4 since the allocation"
+    assert resident_bytes(start, 20 * MIB) <= 16 * MIB
     memory.release_idle()
     assert memory.idle_bytes == 0
     assert resident_bytes(start, 20 * MIB) == 4 * MIB
     assert torch.equal(tensors[0], torch.ones(MIB))
+
+
+def test_an_allocation_may_allow_less_to_lie_idle() -> None:
+    memory = TensorMemory()
+    tensors = [allocate(memory, 4 * MIB).fill_(1.0) for _ in range(5)]
+    start = tensors[0].data_ptr()
+    del tensors[1:]
+    second = memory.allocate((MIB,), (1,), torch.float32, 4 * MIB, idle_bytes=2 * MIB)
+    assert second.data_ptr() == start + 4 * MIB
+    assert memory.idle_bytes == 2 * MIB
+    assert resident_bytes(start, 20 * MIB) <= 10 * MIB
+    del second
+    tensors += [allocate(memory, 4 * MIB) for _ in range(4)]
+    del tensors[1:]
+    assert allocate(memory, 4 * MIB).data_ptr() == start + 4 * MIB
+    assert memory.idle_bytes == 16 * MIB, "the limit was for one allocation"
 
 
 def test_holes_go_back_to_the_system_too() -> None:
@@ -122,3 +139,17 @@ def test_asking_for_aio_is_enough_to_get_it(ssd_dir: str) -> None:
         assert torch.equal(x, y)
         if "O_DIRECT" in engine.statistics().io_path:
             assert engine.statistics().io_path == "posix O_DIRECT, native AIO"
+
+
+@pytest.mark.parametrize("io", ["posix", "aio"])
+def test_a_reload_near_the_peak_leaves_little_idle(ssd_dir: str, io: IOPath) -> None:
+    with Engine(EngineConfig(ssd_dir=ssd_dir, io=io)) as engine:
+        x = torch.randn(MIB)
+        tokens = [offload(engine, x.clone()) for _ in range(3)]
+        tensors = [fetch(engine, token, x) for token in tokens[:2]]
+        del tensors
+        assert engine.statistics().idle_bytes >= 8 * MIB
+        y = engine.reload(tokens[2], x.shape, x.stride(), x.dtype, x.device, 2 * MIB)
+        assert engine.statistics().idle_bytes <= 2 * MIB
+        engine.wait(y, tokens[2])
+        assert torch.equal(y, x)

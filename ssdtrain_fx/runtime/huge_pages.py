@@ -1,8 +1,8 @@
 """Huge pages under tensors that are written from where they are, and under the heap that they lie on.
 
 Why: direct I/O pins every page it reads from. A compiler's activations lie on the heap, on pages of 4 KiB, and pinning
-these takes more of the computing thread than all else that an offload does: 3 percent of a BERT step that moves 1 GiB
-(2 cores, Linux 6.18, 2026-11-22). The heap gives the same memory to the next layer and to the next step, so it is
+these takes the computing thread as long as all else that an offload does: 1 to 3 percent of a BERT step that moves
+1 GiB (2 cores, Linux 6.18, 2026-11-22). The heap gives the same memory to the next layer and to the next step, so it is
 enough to do this once per place.
 
 Guarantees:

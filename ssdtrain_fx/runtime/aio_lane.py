@@ -155,9 +155,9 @@ class AioLane(Lane):
 
     def enlist_reads(self, fill: Fill) -> None:
         self._begin_fill(fill)
-        if self._huge_pages.has_grant:
-            self._huge_pages.end_grant()
         try:
+            if self._huge_pages.has_grant:
+                self._huge_pages.put_under_heap()
             if self._has_backlog or any(chunk.state is ChunkState.WRITING for chunk in fill.entry.chunks):
                 self._reap()
             for chunk in fill.entry.chunks:

@@ -72,7 +72,7 @@ class HugePages:
     def has_grant(self) -> bool:
         return self._grant_s > 0
 
-    def end_grant(self) -> None:
+    def put_under_heap(self) -> None:
         """The first backward begins: all is compiled. What is left of the grant is for the heap, where other tensors
         will lie. What the heap touches later comes on huge pages at once."""
         if self._madvise is not None:

@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from runtime_fakes import offload
 
+from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.runtime import huge_pages
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.heap import _is_set_up
 from ssdtrain_fx.runtime.huge_pages import GRANT_S, MADV_COLLAPSE, MAPS, SETTING, SHARE, HugePages
 from ssdtrain_fx.runtime.staging import HUGE_PAGE_BYTES
@@ -95,7 +99,7 @@ def test_what_the_first_forward_leaves_of_the_grant_goes_to_the_heap(
     pages = HugePages(maps=maps, clock=kernel.clock)
     pages.put_under(0, HUGE_PAGE_BYTES)
     assert pages.has_grant
-    pages.end_grant()
+    pages.put_under_heap()
     assert kernel.collapsed == [0, first + HUGE_PAGE_BYTES, first + 2 * HUGE_PAGE_BYTES], (
         "one more than there is time for"
     )
@@ -162,3 +166,23 @@ def test_the_heap_keeps_what_tensors_leave() -> None:
         [sys.executable, "-c", KEEPS], env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_an_interrupt_while_the_heap_is_prepared_stops_the_engine(
+    ssd_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may wait for ever for the reload that it met."""
+
+    def interrupt(pages: HugePages) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HugePages, "put_under_heap", interrupt)
+    with Engine(EngineConfig(ssd_dir=ssd_dir)) as engine:
+        x = torch.randn(1 << 20)
+        token = offload(engine, x.clone())
+        if "native AIO" not in engine.statistics().io_path:
+            pytest.skip("this system has no native AIO")
+        with pytest.raises(KeyboardInterrupt):
+            engine.reload(token, x.shape, x.stride(), x.dtype, x.device)
+        with pytest.raises(InternalError, match="stopped"):
+            engine.reload(token, x.shape, x.stride(), x.dtype, x.device)

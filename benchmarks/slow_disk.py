@@ -12,7 +12,9 @@ else the machine does cancels out:
     slower, all moved   the same, but what was planned is moved, whatever it costs
 
 "predicted" is what the plan promises: of the step, to be compared with the ratio, both relative to plain Inductor; and
-of the stalls, to be compared with what the engine counted in the last step.
+of the stalls, to be compared with what the engine counted, in the median step. How long a step gives the disk decides
+what has to be waited for, and a roofline knows nothing of cold caches or page faults: so the plans are made for a
+machine that takes as long for the step as plain Inductor took in three steps in front of the first round.
 
 A ratio is the median of the ratios within the rounds, the first ones not counted: they compile, and show the engine
 what the disk does. Exit code 1 if losses or gradients are not those of plain Inductor, to the bit.
@@ -50,6 +52,7 @@ from ssdtrain_fx.runtime.traffic import Direction
 from ssdtrain_fx.units import format_bytes
 
 WARM_UP_ROUNDS = 3
+CALIBRATION_STEPS = 3
 
 
 class SlowDisk:
@@ -164,6 +167,8 @@ class Runner:
     plans: Sequence[Plan]
     """Empty where they were made for another disk."""
     step_s: list[float] = dataclasses.field(default_factory=list[float])
+    stall_s: list[float] = dataclasses.field(default_factory=list[float])
+    """Of every step."""
     done: Statistics = dataclasses.field(default_factory=Statistics)
     """Of the last step."""
 
@@ -190,6 +195,7 @@ class Runner:
         self.step_s.append(time.perf_counter() - start_s)
         self.variant.clock.stop()
         self.done = ops.statistics().since(before)
+        self.stall_s.append(self.done.stall_s)
         return [loss.detach(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
 
 
@@ -210,12 +216,22 @@ def variants_of(config: OffloadConfig, hardware: Hardware, slower: float) -> lis
         for number, planned_for in enumerate((hardware, on_slow_disk(hardware, slower), hardware, hardware))
     ]
     return [
-        Variant(name="inductor"),
         Variant(name=names[0], config=configs[0], planned=True),
         Variant(name=names[1], config=configs[1], planned=True, slow=True),
         Variant(name=names[2], config=configs[2], slow=True),
         Variant(name=names[3], config=configs[3], slow=True, admission=False),
     ]
+
+
+def calibrate(runner: Runner, hardware: Hardware, config: OffloadConfig, batches: Sequence[Sequence[Tensor]]) -> float:
+    """How many times as long as by roofline a step of plain Inductor takes."""
+    config = dataclasses.replace(config, hardware=hardware)
+    roofline_s = sum(graph.plan.step_s for graph in explain(runner.model, *batches[0], config=config).graphs)
+    for seed, batch in enumerate(batches):
+        runner.step(batch, seed)
+    counted = runner.step_s[1:]  # the first one compiles
+    runner.step_s, runner.stall_s = [], []
+    return statistics.median(counted) / roofline_s
 
 
 def make_plans(variant: Variant, model: nn.Module, batch: Sequence[Tensor]) -> list[Plan]:
@@ -262,7 +278,7 @@ def render_table(runners: Sequence[Runner], title: str) -> Table:
             runner.predicted,
             format_bytes(runner.done.bytes_written),
             format_bytes(runner.done.kept_for_time_bytes),
-            f"{1e3 * runner.done.stall_s:,.0f} ms",
+            f"{1e3 * statistics.median(runner.stall_s[WARM_UP_ROUNDS:]):,.0f} ms",
             runner.predicted_stall,
         )
     return table
@@ -280,7 +296,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=8, help=f"the first {WARM_UP_ROUNDS} do not count")
     parser.add_argument("--max-slowdown", type=float, default=0.1)
-    parser.add_argument("--costs", choices=("roofline", "measured"), default="roofline", help="see OffloadConfig")
     parser.add_argument("--slower", type=float, default=10.0, help="how many times slower than planned the disk is")
     parser.add_argument("--ssd-dir", help="directory on the SSD")
     chosen = parser.parse_args(arguments)
@@ -299,17 +314,21 @@ def main(arguments: list[str]) -> int:
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     model, make_batch = zoo.build(chosen.model, **sizes)
-    config = OffloadConfig(max_slowdown=chosen.max_slowdown, costs=chosen.costs, ssd_dir=directory)
+    config = OffloadConfig(max_slowdown=chosen.max_slowdown, ssd_dir=directory)
+    generator = torch.Generator().manual_seed(1)
+    plain = Runner(Variant(name="inductor"), model, torch.compile(model, backend="inductor"), [])
+    times = calibrate(plain, hardware, config, [make_batch(generator) for _ in range(1 + CALIBRATION_STEPS)])
+    hardware = hardware.computing_slower(times)
     variants = variants_of(config, hardware, chosen.slower)
     ops._engines = slow_engines(variants, hardware, chosen.slower)
-    generator = torch.Generator().manual_seed(1)
-    runners: list[Runner] = []
+    runners = [plain]
     for variant in variants:
         own = copy.deepcopy(model)
         plans = make_plans(variant, own, make_batch(generator))
-        compiler: Any = "inductor" if variant.config is None else backend(variant.config)
+        compiler: Any = backend(variant.config)
         runners.append(Runner(variant, own, torch.compile(own, backend=compiler), plans))
     console = Console()
+    console.print(f"A step takes {times:.2f} times as long as by roofline.", highlight=False)
     same = True
     for round_number in range(chosen.rounds):
         batch = make_batch(generator)

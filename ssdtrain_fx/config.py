@@ -32,6 +32,9 @@ Costs = Literal["roofline", "measured"]
 
 SHARE_IN_TRANSIT = 1 / 8
 """Of the staging, kept for writes and reads on their way when the host tier is full. A guess."""
+UNPLANNED_SHARE = 0.5
+"""Of ``max_slowdown``: what stalls that are not in the plan may take on top. Less, and a hiccup of the disk would leave
+tensors in memory; more, and a disk that is slower than planned costs twice what was asked for. A guess."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +78,8 @@ class OffloadConfig:
 
     max_slowdown: float = 0.01
     """How much longer than without offloading a step may take, as a share of it, by the planner's prediction. Where the
-    disk is slower than predicted, stalls keep to the same share of the time: what does not fit in stays in memory.
+    disk is slower than predicted, stalls beyond the plan take half of that share at most: what does not fit in stays in
+    memory.
     On a CPU, where the processor itself copies, every byte costs time: allow 0.05 or more there to see much less
     memory. Has no effect with ``memory_budget_bytes`` or ``policy="all"``."""
 
@@ -220,14 +224,15 @@ class OffloadConfig:
 
     def engine_config(self) -> EngineConfig:
         """The part that the runtime needs; it travels inside the compiled graph."""
+        # Who asks for a budget or for everything to move is promised memory, not time.
+        in_time = self.policy == "auto" and self.memory_budget_bytes is None
         return EngineConfig(
             ssd_dir=_strings(self.ssd_dir),
             io=self.io,
             host_budget_bytes=self.host_budget_bytes,
             checksum=self.checksum,
             io_timeout_s=self.io_timeout_s,
-            # Who asks for a budget or for everything to move is promised memory, not time.
-            max_stall_share=self.max_slowdown if self.policy == "auto" and self.memory_budget_bytes is None else None,
+            max_stall_share=UNPLANNED_SHARE * self.max_slowdown if in_time else None,
         )
 
 

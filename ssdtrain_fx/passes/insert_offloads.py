@@ -164,6 +164,8 @@ def _insert_offload(
         keywords["reload_order"] = chain.reload_order
     if is_last:
         keywords["last"] = True
+    if chain.decision.stall_s:
+        keywords["stall_s"] = chain.decision.stall_s
     chain.token = graph.call_function(OFFLOAD, arguments, keywords)
     _annotate(chain.token, source, _fake_token(value))
 

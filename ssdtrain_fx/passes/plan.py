@@ -38,6 +38,8 @@ class Offload:
     reason: str
     tier: Tier = "ssd"
     """Where it is in between: on the SSD, or in pinned host memory."""
+    stall_s: float = 0.0
+    """Of both, what the compute stream waits: the runtime allows as much, and little more."""
     idle_bytes: int | None = None
     """How much memory of earlier reloads may lie idle from this one to the next, without a higher peak. None: any."""
 

@@ -257,6 +257,7 @@ def _decide(
     simulation = choice.simulation
     start_s = simulation.start_s
     where = "in host memory" if placement.tier == "host" else "away"
+    release_stall_s, wait_stall_s = simulation.release_stall_s.get(idx, 0.0), simulation.wait_stall_s.get(idx, 0.0)
     out_s = start_s[placement.release] - start_s[movable.complete]
     back_s = start_s[movable.wait] - start_s[placement.reload]
     return Offload(
@@ -267,8 +268,9 @@ def _decide(
         wait=movable.wait,
         # Between two positions the stall is counted in; at one and the same it is all there is. In whole microseconds,
         # which stay readable in the graph.
-        out_s=round(max(out_s, simulation.release_stall_s.get(idx, 0.0)), 6),
-        back_s=round(max(back_s, simulation.wait_stall_s.get(idx, 0.0)), 6),
+        out_s=round(max(out_s, release_stall_s), 6),
+        back_s=round(max(back_s, wait_stall_s), 6),
+        stall_s=round(release_stall_s + wait_stall_s, 6),
         reason=f"{where} between forward and backward" + (f"; {views} saved views share it" if views > 1 else ""),
         tier=placement.tier,
         idle_bytes=None if room is None else room[idx],

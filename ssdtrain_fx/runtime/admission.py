@@ -1,11 +1,12 @@
 """Whether a tensor may leave memory, judged by what the computing thread would have to wait for it.
 
 The plan is made once, for a disk as fast as the hardware profile says. A disk that is slower today would stall every
-step; so the plan's promise, that stalls take at most a share of the time, is kept here as an account::
+step; so a limit for what nobody planned, that it takes at most a share of the time, is kept here as an account::
 
     balance    grows by max_stall_share seconds per second, up to BALANCE_LIMIT_S
     offload    is admitted if the balance covers the stall that is predicted for it, which is taken off at once
-    stall      takes off what it lasted beyond that
+    stall      takes off what it lasted beyond that, and beyond what the plan waits for the tensor
+    token dies puts back what did not come of either: the plan may have waited for another tensor
 
 A full balance covers any stall, and a long one leaves a debt. So a disk that has been found slow is tried again from
 time to time, and the share is kept in the long run even where predictions are wrong.

@@ -341,7 +341,7 @@ class AioLane(Lane):
                     accepted, error = False, submit_error
                 if accepted:
                     transfer.timed = self._ledger.traffic.begin(
-                        Direction.WRITE if transfer.fill is None else Direction.READ
+                        Direction.WRITE if transfer.fill is None else Direction.READ, transfer.total - done
                     )
                     if transfer.fill is None:
                         chunk.state = ChunkState.WRITING

@@ -147,11 +147,13 @@ class Engine:
         host: bool = False,
         reload_order: int | None = None,
         last: bool = False,
+        stall_s: float = 0.0,
     ) -> Tensor:
         """Start moving ``x`` to the file. ``x`` must stay allocated and unwritten until :meth:`release` returns.
 
         By the plan, ``release`` comes ``out_s`` later, and from ``reload`` to ``wait`` it is ``back_s``. None: unknown.
-        Where moving ``x`` would hold up the step for longer than the configuration allows, it stays in memory.
+        Of both together ``stall_s`` is spent waiting. Where moving ``x`` would hold up the step for longer than that,
+        and than the configuration allows, it stays in memory.
 
         ``link`` names the graph where it is one of a chain of graphs. ``held`` tensors come from outside of it: if
         another graph has offloaded the same one, the token stands for that.
@@ -186,17 +188,18 @@ class Engine:
         token = make_token(owner)
         with ledger.lock:
             ledger.begin_op(name)
-            stall_s = self._stalls.predict_s(lane, entry, out_s, back_s)
-            if stall_s:  # perhaps what is in front of it is over, and nobody has asked yet
+            unplanned_s = self._stalls.predict_s(lane, entry, out_s, back_s)
+            if unplanned_s:  # perhaps what is in front of it is over, and nobody has asked yet
                 lane.make_progress()
-                stall_s = self._stalls.predict_s(lane, entry, out_s, back_s)
-            moves = byte_count == 0 or ledger.admission.admits(stall_s)
+                unplanned_s = self._stalls.predict_s(lane, entry, out_s, back_s)
+            moves = byte_count == 0 or ledger.admission.admits(unplanned_s)
             if link:
                 self._runs.add(entry, handle, link)
             if moves:
-                if stall_s:
-                    ledger.admission.charge(stall_s)
-                    entry.charged_s = stall_s
+                if unplanned_s:
+                    ledger.admission.charge(unplanned_s)
+                if unplanned_s or stall_s:
+                    entry.prepaid_s = unplanned_s + stall_s
                 ledger.enter(handle, entry, lane.direct_chunk_bytes if entry.from_source else lane.chunk_bytes)
                 lane.enlist_copies(entry)
             else:

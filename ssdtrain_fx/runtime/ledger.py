@@ -114,8 +114,8 @@ class Entry:
     """It stays in memory: what is not in the file yet will not be written."""
     resident: Tensor | None = None
     """From its release on, what stays."""
-    charged_s = 0.0
-    """Stall that was predicted, and is paid for, but has not come yet."""
+    prepaid_s = 0.0
+    """Stalls that are in the plan, or were predicted and paid for, but have not come yet."""
     dead = False
     host = False
     """It is to stay in staging buffers rather than to go to the file."""
@@ -360,8 +360,8 @@ class Ledger:
             if self.when_unneeded:
                 self._tell_unneeded(entry)
             del self.entries[handle]
-            if entry.charged_s:
-                self.admission.charge(-entry.charged_s)
+            if entry.prepaid_s:
+                self.admission.charge(-entry.prepaid_s)
             if entry.resident is not None:
                 del self.residents[entry.resident.untyped_storage().data_ptr()]
                 self.trash.append(entry.resident)

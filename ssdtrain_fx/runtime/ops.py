@@ -11,10 +11,11 @@ The token is a CPU tensor of 8 bytes. It owns what was offloaded: when the last 
 recycled. ``stride`` of ``offload`` is a record for readers of the graph; the runtime goes by the tensor it gets.
 ``stride`` and ``dtype`` of ``reload`` and ``wait`` may be None where nothing is compiled for them: then they are those
 of the tensor that was offloaded. ``out_s`` and ``back_s`` say how many seconds lie between ``offload`` and ``release``,
-and between ``reload`` and ``wait``, by the plan: what the disk cannot do in that time stays in memory. ``host`` says
-that a CUDA tensor is to stay in pinned host memory, ``reload_order`` when backward reloads it, compared with the other
-tensors of its graph, and ``last`` that forward offloads nothing more; ``idle_bytes`` says how much memory of earlier
-reloads may lie idle until the next reload. See :meth:`ssdtrain_fx.runtime.engine.Engine.offload` and ``reload``.
+and between ``reload`` and ``wait``, by the plan: what the disk cannot do in that time stays in memory. ``stall_s`` says
+how much of it the plan waits. ``host`` says that a CUDA tensor is to stay in pinned host memory, ``reload_order`` when
+backward reloads it, compared with the other tensors of its graph, and ``last`` that forward offloads nothing more;
+``idle_bytes`` says how much memory of earlier reloads may lie idle until the next reload. See
+:meth:`ssdtrain_fx.runtime.engine.Engine.offload` and ``reload``.
 
 Guarantees: whatever the ops need is in their arguments, so a graph from a cache runs in a process that made no plan.
 """
@@ -49,7 +50,8 @@ _tags = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagrap
 _library = torch.library.Library("ssdtrain", "DEF")
 _library.define(
     "offload(Tensor x, SymInt[] stride, str name, str engine, float? out_s=None, float? back_s=None, "
-    "str link='', bool held=False, bool host=False, int? reload_order=None, bool last=False) -> Tensor",
+    "str link='', bool held=False, bool host=False, int? reload_order=None, bool last=False, float stall_s=0.0) "
+    "-> Tensor",
     tags=_tags,
 )
 _library.define("release(Tensor token, Tensor x, bool late=False) -> Tensor", tags=_tags)
@@ -75,9 +77,19 @@ def _offload(
     host: bool = False,
     reload_order: int | None = None,
     last: bool = False,
+    stall_s: float = 0.0,
 ) -> Tensor:
     return _engines.open(engine).offload(
-        x, name, out_s=out_s, back_s=back_s, link=link, held=held, host=host, reload_order=reload_order, last=last
+        x,
+        name,
+        out_s=out_s,
+        back_s=back_s,
+        link=link,
+        held=held,
+        host=host,
+        reload_order=reload_order,
+        last=last,
+        stall_s=stall_s,
     )
 
 

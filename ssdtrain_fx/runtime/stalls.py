@@ -1,7 +1,8 @@
 """How long the computing thread waits for transfers: what is predicted, what came, and when it gives up.
 
-A stall is paid for from the account of :mod:`ssdtrain_fx.runtime.admission`: what was predicted of it when the tensor
-was offloaded, and the rest when it is over.
+What the plan waits for is in its slowdown already. What goes beyond that is paid for from the account of
+:mod:`ssdtrain_fx.runtime.admission`: what was predicted of it when the tensor was offloaded, and the rest when it is
+over.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Stalls:
             return
         ledger = self._ledger
         start_s = self._clock()
-        limit_s = entry.charged_s + ledger.admission.patience_s()
+        limit_s = entry.prepaid_s + ledger.admission.patience_s()
         if entry.fills:  # a reload that came before the release reads the file
             limit_s = math.inf
         patience = self.patience()
@@ -80,12 +81,12 @@ class Stalls:
         return fill.error
 
     def pay(self, entry: Entry, stall_s: float) -> None:
-        """A stall of ``entry`` is over; what was predicted of it is paid for already."""
+        """A stall of ``entry`` is over; what was planned or predicted of it is paid for already."""
         ledger = self._ledger
         if ledger.trace is not None:
             ledger.trace.add_stall(entry, stall_s)
-        predicted_s = min(entry.charged_s, stall_s)
-        entry.charged_s -= predicted_s
+        predicted_s = min(entry.prepaid_s, stall_s)
+        entry.prepaid_s -= predicted_s
         ledger.admission.charge(stall_s - predicted_s)
 
     def wait_for_progress(self, lane: Lane, entry: Entry, patience: Patience, limit_s: float = BLOCK_S) -> None:

@@ -1,7 +1,9 @@
 """How fast the disk of one engine really is: transfers timed one by one, averaged per direction.
 
-By Little's law, of n transfers that are under way together each lasts n times as long as it would take the disk alone.
-So every transfer tells the rate of the disk, whatever the others are doing, with two exceptions:
+Threads share the disk: by Little's law, of n transfers that are under way together each lasts n times as long as it
+would take the disk alone. What one thread hands to the kernel is served in its order instead: a transfer that began
+behind others lasts as long as all their bytes and its own. So every transfer tells the rate of the disk, whatever the
+others are doing, with two exceptions:
 
 * While both directions are busy they share the disk; such a transfer tells nothing.
 * Fewer transfers than it takes to keep the disk busy give a lower bound only.
@@ -25,9 +27,10 @@ class Direction(enum.IntEnum):
     READ = 1
 
 
-Transfer = tuple[Direction, float, int, bool]
+Transfer = tuple[Direction, float, int, bool, int, int]
 """One that has begun: its direction; when it began; how many transfers of that direction were under way then, this one
-included; and whether the other direction rested. A plain tuple: a class would cost more than what is done with it."""
+included; whether the other direction rested; and for one that waits its turn, its bytes, and those of all that were
+under way, else 0 and 0. A plain tuple: a class would cost more than what is done with it."""
 
 
 class RateMeter:
@@ -62,21 +65,27 @@ class Traffic:
         self.meters = (RateMeter(), RateMeter())
         """By :class:`Direction`."""
         self._under_way = [0, 0]
+        self._queued_bytes = [0, 0]
 
-    def begin(self, direction: Direction) -> Transfer:
+    def begin(self, direction: Direction, queued_bytes: int = 0) -> Transfer:
+        """``queued_bytes`` is the length of a transfer that the disk serves after those that are under way."""
         under_way = self._under_way
         under_way[direction] += 1
-        return direction, self.clock(), under_way[direction], not under_way[1 - direction]
+        alone = not under_way[1 - direction]
+        if not queued_bytes:
+            return direction, self.clock(), under_way[direction], alone, 0, 0
+        self._queued_bytes[direction] += queued_bytes
+        return direction, self.clock(), under_way[direction], alone, queued_bytes, self._queued_bytes[direction]
 
     def end(self, transfer: Transfer, length_bytes: int, end_s: float, *, busy_with: int) -> None:
         """``length_bytes`` were moved until ``end_s``, 0 after an error. ``busy_with`` transfers keep the disk busy."""
-        direction, start_s, began_with, alone = transfer
+        direction, start_s, began_with, alone, own_bytes, queued_bytes = transfer
         under_way = self._under_way[direction]
         self._under_way[direction] -= 1
+        self._queued_bytes[direction] -= own_bytes
         if length_bytes and alone and not self._under_way[1 - direction]:
-            self.meters[direction].note(
-                length_bytes,
-                end_s - start_s,
-                (began_with + under_way) / 2,
-                busy=min(began_with, under_way) >= busy_with,
-            )
+            busy = min(began_with, under_way) >= busy_with
+            if length_bytes == own_bytes:
+                self.meters[direction].note(queued_bytes, end_s - start_s, 1, busy=busy)
+            elif not own_bytes:
+                self.meters[direction].note(length_bytes, end_s - start_s, (began_with + under_way) / 2, busy=busy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from ssdtrain_fx.runtime.admission import BALANCE_LIMIT_S, MIN_STALL_SHARE, Admi
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
+from ssdtrain_fx.runtime.ledger import Entry, Fill, Ledger
+from ssdtrain_fx.runtime.stalls import Stalls
 from ssdtrain_fx.runtime.tickets import Tickets
 from ssdtrain_fx.runtime.traffic import HALF_LIFE_BYTES, Direction, RateMeter, Traffic
 
@@ -187,6 +190,28 @@ def test_transfers_in_both_directions_tell_nothing(clock: HandClock) -> None:
     assert traffic.meters[Direction.READ].bytes_per_s == pytest.approx(2000)
 
 
+def test_a_transfer_that_waits_its_turn_tells_the_rate_by_all_the_bytes_in_front_of_it(clock: HandClock) -> None:
+    """1000 bytes per second: a long one takes 3 s, a short one behind it ends after 4. Taken for its own bytes alone,
+    the short one would be four times too slow."""
+    traffic = Traffic(clock)
+    long = traffic.begin(Direction.WRITE, 3000)
+    short = traffic.begin(Direction.WRITE, 1000)
+    clock.move(3.0)
+    traffic.end(long, 3000, clock(), busy_with=1)
+    assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
+    clock.move(1.0)
+    traffic.end(short, 1000, clock(), busy_with=1)
+    assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
+    clock.move(100.0)
+    broken = traffic.begin(Direction.WRITE, 1000)
+    clock.move(1.0)
+    traffic.end(broken, 10, clock(), busy_with=1)  # cut short: where the rest of the time went, nobody knows
+    alone = traffic.begin(Direction.WRITE, 1000)  # what has ended is no more in front of it
+    clock.move(1.0)
+    traffic.end(alone, 1000, clock(), busy_with=1)
+    assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
+
+
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +248,80 @@ def test_a_release_waits_for_as_long_as_stalls_are_allowed(file: SlowFile) -> No
         assert engine.statistics().kept_for_time == 0
         assert file.write_count == 3
         assert torch.equal(fetch(engine, token, X), X)
+
+
+class LaneThatTakesASecond:
+    """For every chunk of one entry, on its way out and back."""
+
+    def __init__(self, clock: HandClock, entry: Entry, fill: Fill) -> None:
+        self.clock, self.entry, self.fill = clock, entry, fill
+
+    def hurry(self, fill: Fill) -> None:
+        pass
+
+    def wait_for_progress(self, timeout_s: float) -> bool:
+        self.clock.move(1.0)
+        self.entry.uncopied = max(0, self.entry.uncopied - 1)
+        self.fill.unissued = max(0, self.fill.unissued - 1)
+        return True
+
+
+@pytest.mark.parametrize(("planned_s", "expected_s"), [(0.0, 3.0), (1.0, 2.0), (3.0, 0.0), (9.0, 0.0)])
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_a_stall_costs_what_goes_beyond_the_plan(
+    clock: HandClock, direction: str, planned_s: float, expected_s: float
+) -> None:
+    """Three chunks of a second each are waited for."""
+    ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
+    charged: list[float] = []
+    ledger.admission.charge = charged.append  # type: ignore[method-assign]
+    ledger.admission.patience_s = lambda: 9.0  # type: ignore[method-assign]
+    stalls = Stalls(ledger, None, clock, lambda: "")
+    entry = Entry(X, "x", X, X.nbytes, None)
+    entry.uncopied, entry.prepaid_s = 3, planned_s
+    fill = Fill(entry, X.clone(), None, None)
+    fill.unissued = 3
+    lane: Any = LaneThatTakesASecond(clock, entry, fill)
+    if direction == "out":
+        stalls.wait_until_copied(lane, entry, [entry])
+        assert ledger.counters.release_stall_s == pytest.approx(3.0)
+    else:
+        assert stalls.wait_until_filled(lane, fill) is None
+        assert ledger.counters.wait_stall_s == pytest.approx(3.0)
+    assert charged == [pytest.approx(expected_s)]
+    assert entry.prepaid_s == max(0.0, planned_s - 3.0)
+
+
+@pytest.mark.parametrize(("planned_s", "stays"), [(3.0, False), (1.5, True)])
+def test_with_nothing_to_spend_a_release_waits_as_long_as_planned(
+    clock: HandClock, planned_s: float, stays: bool
+) -> None:
+    ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
+    ledger.admission.charge(ledger.admission.patience_s())
+    entry = Entry(X, "x", X, X.nbytes, None)
+    entry.uncopied, entry.prepaid_s = 3, planned_s
+    lane: Any = LaneThatTakesASecond(clock, entry, Fill(entry, X.clone(), None, None))
+    Stalls(ledger, None, clock, lambda: "").wait_until_copied(lane, entry, [entry])
+    assert entry.stays == stays
+
+
+def test_what_the_plan_waits_for_is_admitted_step_after_step(file: SlowFile) -> None:
+    """Writes and reads of 1 s each, with nothing to spend but what the plan waits, and nothing of it is lost."""
+    with engine_on(file, max_stall_share=MIN_STALL_SHARE) as engine:
+        file.write_s = file.read_s = 1.0
+        observe(engine, write_s=1.0, read_s=1.0)
+        spend_all(engine)
+        for _ in range(3):
+            x = X.clone()
+            token = engine.release(engine.offload(x, "x", out_s=3.0, back_s=3.0, stall_s=6.0), x)
+            x.fill_(1)
+            engine.wait_until_idle()
+            assert torch.equal(fetch(engine, token, X), X)
+            del token
+            engine.statistics()  # buries what has died
+            assert engine._ledger.admission.admits(0.0)
+        assert engine.statistics().kept_for_time == 0
+        assert file.write_count == 9
 
 
 def observe(engine: Engine, *, write_s: float = 0.0, read_s: float = 0.0) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import fx
 from torch._inductor import config, ir, list_mode_options
 from torch._inductor import lowering as _lowering
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.output_code import OutputCode
@@ -30,6 +31,10 @@ __all__ = [
     "require_layout_of_outputs",
     "settings",
 ]
+
+
+_OWN = "_ssdtrain_own"
+"""Attribute of the graph that Inductor lowers: the buffers whose memory no kernel may write to once they are made."""
 
 
 def options_of_mode(mode: str) -> dict[str, Any]:
@@ -114,13 +119,13 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
         source.freeze_layout()
         return (x, list(source.get_stride()), *rest)
 
-    def own_memory(token: Any, x: Any, *late: bool) -> tuple[Any, ...]:
-        """A late release returns before the bytes have left, so no later kernel may get the memory of ``x``."""
-        if late == (True,) and config.memory_planning:  # hands memory on regardless
-            return (token, x)
-        if late == (True,):
-            V.graph.never_reuse_buffers.add(x.get_name())
-        return (token, x, *late)
+    def own_memory(token: Any, x: Any, late: bool = False, own: bool = False) -> tuple[Any, ...]:
+        """The engine may hold an ``x`` that is its own, also after the last kernel has read it."""
+        if config.allow_buffer_reuse or config.memory_planning or config.triton.cudagraphs:
+            return (token, x)  # later kernels, or the same ones in the next step, would write to its memory
+        if late or own:
+            V.graph.__dict__.setdefault(_OWN, set()).add(x.get_name())
+        return (token, x, late, own)
 
     def install(op: Any, *, after_kernel: bool, before_kernel: bool) -> None:
         call = lowering.fallback_handler(op, add_to_fallback_set=False)
@@ -129,16 +134,30 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
             if op is offload:
                 args = record_layout(*args)
             elif op is release:
-                args = own_memory(*args)
+                args, keywords = own_memory(*args, **keywords), {}
             order = cast(_PinnedOrder, V.graph.__dict__.setdefault("_ssdtrain_order", _PinnedOrder()))
             return order.lower(lambda: call(*args, **keywords), after_kernel=after_kernel, before_kernel=before_kernel)
 
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
+    _write_in_place_elsewhere()
     install(offload, after_kernel=False, before_kernel=True)  # early is all it has to be
     install(release, after_kernel=True, before_kernel=True)
     install(reload, after_kernel=True, before_kernel=True)
     install(wait, after_kernel=True, before_kernel=False)  # what reads its result follows it anyway
+
+
+def _write_in_place_elsewhere() -> None:
+    """The last kernel that reads a tensor may write its result there: not where the tensor is its own."""
+    wrapper = cast(Any, PythonWrapperCodegen)
+    can_reuse = wrapper.can_reuse
+
+    def can_reuse_unless_own(self: Any, input_buffer: Any, output_buffer: Any = None) -> bool:
+        # Without an output it asks whether a buffer is to be freed.
+        is_own = output_buffer is not None and input_buffer.get_name() in V.graph.__dict__.get(_OWN, ())
+        return not is_own and can_reuse(self, input_buffer, output_buffer)
+
+    wrapper.can_reuse = can_reuse_unless_own
 
 
 def offload_strides_in(code: OutputCode, op_name: str) -> dict[str, tuple[int, ...]]:

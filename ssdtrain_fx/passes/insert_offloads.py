@@ -121,8 +121,9 @@ def insert_offloads(
                 _insert_offload(joint.graph, chain, symbols, engine, link, is_last=chain is last)
             elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
                 # What comes from outside may be written to out there once forward is over: it has to leave before.
-                late = bool(link) and nodes[position] is joint.marker and not chain.candidate.storage.is_input
-                _insert_release(joint.graph, chain, late)
+                own = not chain.candidate.storage.is_input
+                late = own and bool(link) and nodes[position] is joint.marker
+                _insert_release(joint.graph, chain, late=late, own=own)
             elif step is Step.WAIT:
                 replicas = _insert_wait(joint.graph, chain, alias_sets)
                 _redirect_backward_reads(replicas, positions, positions[joint.marker])
@@ -175,9 +176,10 @@ def _expression(symbol: Any) -> object:
     return symbol.node.expr
 
 
-def _insert_release(graph: fx.Graph, chain: _Chain, late: bool) -> None:
+def _insert_release(graph: fx.Graph, chain: _Chain, *, late: bool, own: bool) -> None:
     arguments: tuple[Argument, ...] = (chain.token, chain.source)
-    token = graph.call_function(RELEASE, (*arguments, True) if late else arguments)
+    keywords: dict[str, Argument] = {"own": True} if own else {}
+    token = graph.call_function(RELEASE, (*arguments, True) if late else arguments, keywords)
     _annotate(token, chain.source, _fake_token(_value(chain.source)))
     chain.token = token
 

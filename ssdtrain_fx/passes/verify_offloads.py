@@ -1,7 +1,7 @@
 """The verifier: every invariant of a rewritten joint graph, checked on the graph itself and not on the plan.
 
 - An offload moves a storage that the graph allocates, that no one holds outside and no op writes; once per storage.
-  An input is moved only as one that is held outside, and is never released late.
+  An input is moved only as one that is held outside, and is never left to the engine (late, or its own).
 - Its token goes to exactly one release, in forward, with the very same tensor.
 - Nothing reads the storage after the release: not in forward, and in backward not at all.
 - At no position is more in the host tier, by the sizes of the storages, than it may hold. Where offloads say when they
@@ -58,8 +58,8 @@ def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None)
         release = _only_user(offload, RELEASE)
         if release.args[:2] != (offload, source) or positions[release] > marker:
             _fail(release, "a release must stand in forward and take the offloaded tensor itself")
-        if release.args[2:] == (True,) and storage.is_input:
-            _fail(release, "an input is released late, when its owner may write to it already")
+        if storage.is_input and (release.args[2:] == (True,) or release.kwargs.get("own")):
+            _fail(release, "an input is left to the engine, although its owner may write to it")
         for member in storage.members:
             for user in member.users:
                 if positions[user] > positions[release]:

@@ -8,8 +8,8 @@ Guarantees:
 * ``offload`` and ``reload`` return at once; ``release`` and ``wait`` block only for what their contract needs, and the
   time is counted as stall.
 * After ``release`` the engine reads the tensor no more. What has not left by then, and would hold up the step for
-  longer than the configuration allows, is copied to other memory and stays there. A late release is the exception: the
-  engine then holds the tensor itself, for as long as it needs it.
+  longer than the configuration allows, is copied to other memory and stays there. The exception is a tensor with memory
+  of its own: the engine then holds the tensor itself, for as long as it needs it.
 * Data that ``offload`` took comes back from ``reload`` and ``wait`` bit by bit, or ``wait`` raises ActivationLostError.
   A full or broken disk costs memory, not data.
 * Nobody waits for a disk that hangs for more than ``io_timeout_s``: ``wait`` raises ActivationLostError, other methods
@@ -211,13 +211,16 @@ class Engine:
         ledger.tidy()
         return token
 
-    def release(self, token: Tensor, x: Tensor, *, late: bool = False) -> Tensor:
+    def release(self, token: Tensor, x: Tensor, *, late: bool = False, own: bool = False) -> Tensor:
         """Wait until every byte has left ``x``; its memory may be reused afterwards.
 
         Where that would take longer than the configuration allows, ``x`` is copied to other memory instead.
 
-        A ``late`` release waits only for what the run of the graph before has left behind. Nobody may write to ``x``
-        any more; the engine holds it until every byte has left.
+        ``own`` says that the memory is nobody else's: for as long as somebody holds ``x``, nobody writes to it. Then
+        the engine may hold it, and copies nothing.
+
+        A ``late`` release, of such a tensor only, waits for nothing but what the run of the graph before has left
+        behind. The engine holds ``x`` until every byte has left.
         """
         ledger = self._ledger
         entry = self._entry("release", token)
@@ -245,7 +248,7 @@ class Engine:
                 ledger.drop_source(entry)
             entry.released = True
         if staying is not None:
-            self._keep(entry, x, staying, late)
+            self._keep(entry, x, staying, own=own or late)
         elif copied and not leaves_late:
             for mark in copied:
                 lane.mover.wait_stream(mark, entry.device)
@@ -590,16 +593,17 @@ class Engine:
         chunk_bytes, stripe_bytes = self._chunk_bytes or default_bytes, self._file.stripe_bytes
         return chunk_bytes if stripe_bytes is None else math.gcd(chunk_bytes, stripe_bytes)
 
-    def _keep(self, entry: Entry, x: Tensor, source: Tensor, late: bool) -> None:
+    def _keep(self, entry: Entry, x: Tensor, source: Tensor, *, own: bool) -> None:
         """``x`` stays in memory.
 
-        A copy of it does, unless its release is a late one. To hold ``x`` itself would not do: a compiler may write the
-        next tensor to its memory as soon as its last reader is through (``buf55 = buf42  # reuse``), whoever else holds
-        it.
+        A copy of it does, unless its memory is its ``own``, and not a small part of something larger. To hold ``x``
+        itself would not do: a compiler may write the next tensor to its memory as soon as its last reader is through
+        (``buf55 = buf42  # reuse``), whoever else holds it.
         """
         ledger = self._ledger
         is_copy = source.data_ptr() != x.data_ptr()
-        resident = source if is_copy or late else copy_with_layout(source)
+        holds_more = source.untyped_storage().nbytes() >= 2 * entry.byte_count
+        resident = source if is_copy or (own and not holds_more) else copy_with_layout(source)
         with ledger.lock:
             ledger.settle_in(entry, resident)
             if entry.unsafe == 0:

@@ -3,7 +3,7 @@
 ::
 
     forward    token  = ssdtrain.offload(x, stride, name, engine, ...)         # starts moving x out
-               token1 = ssdtrain.release(token, x, late)                   # x may be reused from here on
+               token1 = ssdtrain.release(token, x, late, own)              # x may be reused from here on
     backward   ticket = ssdtrain.reload(token1, size, stride, dtype, device)   # memory is taken, the data on its way
                y      = ssdtrain.wait(ticket, size, stride, dtype, device)     # y may be read
 
@@ -54,7 +54,7 @@ _library.define(
     "-> Tensor",
     tags=_tags,
 )
-_library.define("release(Tensor token, Tensor x, bool late=False) -> Tensor", tags=_tags)
+_library.define("release(Tensor token, Tensor x, bool late=False, bool own=False) -> Tensor", tags=_tags)
 _library.define(
     "reload(Tensor token, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device, "
     "int? idle_bytes=None) -> Tensor",
@@ -97,11 +97,11 @@ def _fake_offload(x: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
-def _release(token: Tensor, x: Tensor, late: bool = False) -> Tensor:
-    return _engines.engine_of(token).release(token, x, late=late)
+def _release(token: Tensor, x: Tensor, late: bool = False, own: bool = False) -> Tensor:
+    return _engines.engine_of(token).release(token, x, late=late, own=own)
 
 
-def _fake_release(token: Tensor, x: Tensor, late: bool = False) -> Tensor:
+def _fake_release(token: Tensor, x: Tensor, late: bool = False, own: bool = False) -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 

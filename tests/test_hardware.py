@@ -7,8 +7,11 @@ import json
 import math
 
 import pytest
+import torch
 from profiles import HARDWARE
+from torch import nn
 
+from ssdtrain_fx import OffloadConfig, explain
 from ssdtrain_fx.hardware import Channel, Hardware
 
 
@@ -25,6 +28,21 @@ def test_json_round_trip_is_exact_and_stable() -> None:
 
 def test_the_digest_tells_profiles_apart() -> None:
     assert dataclasses.replace(HARDWARE, kernel_s=5e-6).digest() != HARDWARE.digest()
+
+
+def test_a_machine_that_computes_slower_takes_longer_for_every_node_and_no_transfer() -> None:
+    """Products, a pointwise op, an expensive one and a reduction."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    slower = HARDWARE.computing_slower(3.0)
+
+    def step_s(hardware: Hardware) -> float:
+        config = OffloadConfig(hardware=hardware)
+        (graph,) = explain(lambda x: model(x).square().mean(), torch.randn(32, 64), config=config).graphs
+        return graph.plan.step_s
+
+    assert step_s(slower) == pytest.approx(3 * step_s(HARDWARE))
+    assert (slower.write, slower.read, slower.copy_out) == (HARDWARE.write, HARDWARE.read, HARDWARE.copy_out)
+    assert (slower.offload_s, slower.reload_s) == (HARDWARE.offload_s, HARDWARE.reload_s)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ import collections
 import ctypes
 import errno
 import itertools
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -385,15 +386,17 @@ class AioLane(Lane):
                 raise
 
     def _take_answers(self, end_s: float | None) -> None:
-        """``end_s`` is when the kernel was done; None where that was some time ago, which tells nothing of the disk."""
+        """``end_s`` is when the kernel was done; None where that was some time ago."""
         for cookie, result in self._aio.answers():
             transfer = self._in_flight.pop(cookie, None)
             if transfer is not None:
                 timed, transfer.timed = transfer.timed, None
                 assert timed is not None
-                length = 0 if end_s is None else max(0, result)
-                busy_with = self.busy_with if transfer.total < BUSY_BYTES else 1
-                self._ledger.traffic.end(timed, length, end_s or 0.0, busy_with=busy_with)
+                if end_s is None:  # the disk may have rested since: it is at least so fast
+                    found_s, busy_with = self._ledger.traffic.clock(), math.inf
+                else:
+                    found_s, busy_with = end_s, self.busy_with if transfer.total < BUSY_BYTES else 1
+                self._ledger.traffic.end(timed, max(0, result), found_s, busy_with=busy_with)
                 self._answer(transfer, result)
 
     def _answer(self, transfer: _Transfer, result: int) -> None:

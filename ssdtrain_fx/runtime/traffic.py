@@ -6,7 +6,8 @@ behind others lasts as long as all their bytes and its own. So every transfer te
 others are doing, with two exceptions:
 
 * While both directions are busy they share the disk; such a transfer tells nothing.
-* Fewer transfers than it takes to keep the disk busy give a lower bound only.
+* Fewer transfers than it takes to keep the disk busy give a lower bound only, and so does one whose end was noticed
+  late. Still it counts: a rate that once was found too low would else remain, since what does not move tells nothing.
 
 The caller holds the engine's lock.
 """
@@ -77,8 +78,11 @@ class Traffic:
         self._queued_bytes[direction] += queued_bytes
         return direction, self.clock(), under_way[direction], alone, queued_bytes, self._queued_bytes[direction]
 
-    def end(self, transfer: Transfer, length_bytes: int, end_s: float, *, busy_with: int) -> None:
-        """``length_bytes`` were moved until ``end_s``, 0 after an error. ``busy_with`` transfers keep the disk busy."""
+    def end(self, transfer: Transfer, length_bytes: int, end_s: float, *, busy_with: float) -> None:
+        """``length_bytes`` were moved until ``end_s``, 0 after an error. ``busy_with`` transfers keep the disk busy.
+
+        Infinitely many do where ``end_s`` is not when they were moved, but when somebody looked.
+        """
         direction, start_s, began_with, alone, own_bytes, queued_bytes = transfer
         under_way = self._under_way[direction]
         self._under_way[direction] -= 1

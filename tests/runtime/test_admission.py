@@ -212,6 +212,25 @@ def test_a_transfer_that_waits_its_turn_tells_the_rate_by_all_the_bytes_in_front
     assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
 
 
+def test_an_end_that_was_noticed_late_can_only_make_the_disk_faster(clock: HandClock) -> None:
+    """1000 bytes per second, seen as 100 during a hiccup. What is found to be over 4 s later says: at least 250."""
+    traffic = Traffic(clock)
+    meter = traffic.meters[Direction.WRITE]
+    hiccup = traffic.begin(Direction.WRITE, 1000)
+    clock.move(10.0)
+    traffic.end(hiccup, 1000, clock(), busy_with=1)
+    assert meter.bytes_per_s == pytest.approx(100)
+    for _ in range(60):
+        late = traffic.begin(Direction.WRITE, HALF_LIFE_BYTES)
+        clock.move(HALF_LIFE_BYTES / 250)
+        traffic.end(late, HALF_LIFE_BYTES, clock(), busy_with=float("inf"))
+    assert meter.bytes_per_s == pytest.approx(250)
+    later = traffic.begin(Direction.WRITE, 1000)
+    clock.move(1000.0)
+    traffic.end(later, 1000, clock(), busy_with=float("inf"))
+    assert meter.bytes_per_s == pytest.approx(250)
+
+
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         times = self.config.load_call_times(self.device)
         if times is not None:
             planned_for += f" {times.generation}"
+        planned_for += f" {_torch_private.overwrites_saved_tensors()}"
         return f"ssdtrain_fx {_source_hash()} {planned_for} {inner!r}"
 
 

@@ -53,6 +53,7 @@ __all__ = [
     "is_saved_descriptor",
     "is_tangent",
     "leaves_by_path",
+    "overwrites_saved_tensors",
     "saved_descriptors",
     "size_hint",
     "storage_key",
@@ -147,6 +148,13 @@ def functorch_config_patch(**changes: Any) -> AbstractContextManager[None]:
     from torch._functorch import config
 
     return cast(AbstractContextManager[None], config.patch(**changes))
+
+
+def overwrites_saved_tensors() -> bool:
+    """Whether backward may write to what forward saved: then it runs once. Inductor's cache does not tell the two."""
+    from torch._functorch import config
+
+    return bool(cast(Any, config).donated_buffer)
 
 
 def aot_autograd(

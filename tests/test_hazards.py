@@ -105,6 +105,16 @@ def test_hazard_1_what_stays_is_given_to_no_other_kernel(model: str, monkeypatch
     assert not copied
 
 
+@pytest.mark.parametrize("setting", ["memory_planning", "triton.cudagraphs"])
+def test_hazard_1_where_memory_is_planned_or_replayed_nothing_is_held(setting: str) -> None:
+    """Others write to it all the same, so the engine has to copy what stays."""
+    with torch._inductor.config.patch({setting: True}):
+        forward, _ = generated_code(Blocks(), torch.randn(16, 64), EVERYTHING)
+    releases = [arguments for name, arguments in calls(forward) if name == RELEASE]
+    assert releases
+    assert all(len(arguments) == 2 for arguments in releases)
+
+
 def test_hazard_2_views_of_one_storage_are_one_offload() -> None:
     """GPT-2 saves q, k and v as strided views of one product: one offload each layer, rebuilt as views."""
     model, batches = small_model("gpt2")

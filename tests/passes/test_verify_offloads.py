@@ -265,6 +265,17 @@ def test_an_offload_of_an_input() -> None:
     assert_rejected(joint, offload, "the offloaded storage is held outside the graph")
 
 
+@pytest.mark.parametrize(("late", "own"), [((True,), {}), ((), {"own": True})])
+def test_an_input_that_is_left_to_the_engine(late: tuple[bool, ...], own: dict[str, bool]) -> None:
+    joint = good()
+    offload, release, _, _ = chain(joint)
+    for node, position in ((offload, 0), (release, 1)):
+        node.update_arg(position, named(joint.graph, "primals_1"))
+    offload.args = (*offload.args[:4], None, None, "link", True)
+    release.args, release.kwargs = (*release.args[:2], *late), own
+    assert_rejected(joint, release, "an input is left to the engine, although its owner may write to it")
+
+
 def test_an_offload_of_an_output() -> None:
     joint = good()
     (logits,) = [node for node in joint.forward_outputs if isinstance(node, fx.Node) and node.name == "sin"]

@@ -32,6 +32,7 @@ from ssdtrain_fx.dry_run import compile_to_zeros
 from ssdtrain_fx.function_names import display_name, stable_name
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.chains import find_activation_inputs
+from ssdtrain_fx.passes.insert_recomputations import COPY_OF
 from ssdtrain_fx.passes.joint_graph import join, split
 from ssdtrain_fx.passes.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
@@ -166,10 +167,11 @@ class _CompileBothHalves:
                 for node in (reload, *reload.users):
                     node.update_arg(2, list(self.stride_by_token[token.name]))
         moves = bool(name_by_token or find(gm.graph, RELOAD))
+        makes_again = any(COPY_OF in node.meta for node in gm.graph.nodes)
         # Inductor would hold a buffer that nobody needs any more for as long as a later one of the same size may take
         # it over. It judges by its own estimate of the peak, which knows nothing of what is offloaded.
         with contextlib.ExitStack() as stack:
-            if moves:
+            if moves or makes_again:
                 stack.enter_context(private.settings(allow_buffer_reuse=False))
                 stack.enter_context(fusing_as_planned(frozenset(OPS)))
             code = private.compile_fx_inner(gm, example_inputs, **kwargs)

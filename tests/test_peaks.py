@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from steps import FAST_DISK
+from steps import FAST_DISK, small_model
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx._torch_private import functorch_config_patch
+from ssdtrain_fx.hardware import Channel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,10 +58,13 @@ class GatedLayers(nn.Module):
         return x.square().mean()
 
 
-def generated_backward(model: nn.Module) -> str:
-    x = torch.randn(8, 64, 32)
+def generated_backward(model: nn.Module, *inputs: Tensor, backend: object = EVERYTHING) -> str:
+    if isinstance(backend, OffloadConfig):
+        backend = ssdtrain_fx.backend(backend)
+    inputs = inputs or (torch.randn(8, 64, 32),)
+    torch._dynamo.reset()
     with inductor_config.patch(fx_graph_cache=False), functorch_config_patch(enable_autograd_cache=False):
-        _, codes = run_and_get_code(lambda: torch.compile(model, backend=ssdtrain_fx.backend(EVERYTHING))(x).backward())
+        _, codes = run_and_get_code(lambda: torch.compile(model, backend=backend)(*inputs).backward())
     return codes[-1][codes[-1].index("def call(") :]
 
 
@@ -80,3 +85,22 @@ def test_kernels_that_the_plan_counts_as_one_are_fused_where_products_stand_betw
     """Both gradients read ``gate``, ``up`` and the gradient of their product, and take the memory of two of them."""
     backward = generated_backward(GatedLayers())
     assert len(re.findall(r"^ +cpp_fused\w*mul_silu_silu_backward\w*\(", backward, re.MULTILINE)) == 2, backward
+
+
+NOTHING_FITS = Channel(bytes_per_s=1.0)
+
+
+def test_backward_is_compiled_as_planned_where_it_only_makes_things_again() -> None:
+    """What a norm returned reads what the backward of the norm reads. Inductor would make one kernel of both, with the
+    product that needs the former behind it; then it would go through all rows once more, for the sums over them."""
+    model, batches = small_model("gpt2")
+    disk = dataclasses.replace(FAST_DISK, write=NOTHING_FITS, read=NOTHING_FITS)
+    config = OffloadConfig(min_tensor_bytes=0, hardware=disk, max_slowdown=0.5)
+    (graph,) = ssdtrain_fx.explain(model, *batches[0], config=config).graphs
+    assert graph.plan.recomputed and not graph.plan.offloaded
+
+    def norm_kernels(backend: object) -> list[str]:
+        backward = generated_backward(model, *batches[0], backend=backend)
+        return re.findall(r"^ +cpp_fused\w*native_layer_norm_backward\w*\(", backward, re.MULTILINE)
+
+    assert len(norm_kernels(config)) == len(norm_kernels("inductor")) == 5

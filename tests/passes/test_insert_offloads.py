@@ -158,6 +158,18 @@ def test_each_node_stands_right_before_the_one_at_its_planned_position() -> None
         assert follower(wait) is planned(decision.wait)
 
 
+def test_offloads_hand_on_what_the_plan_waits_for() -> None:
+    analysis = analyse(capture_toy("deep"))
+    plan = analysis.plan(policy="auto", disk=150, max_slowdown=1.0)
+    planned = {saved.decision.representative: saved.decision for saved in plan.storages if _moves(saved.decision)}
+    handed_on = {
+        str(node.args[0]): node.kwargs.get("stall_s", 0.0) for node in find(analysis.rewrite(plan).graph, OFFLOAD)
+    }
+    assert handed_on == {name: decision.stall_s for name, decision in planned.items()}
+    assert sum(handed_on.values()) == pytest.approx(plan.stall_s, abs=1e-5)
+    assert plan.stall_s > 1
+
+
 def _moves(decision: object) -> bool:
     return isinstance(decision, Offload)
 

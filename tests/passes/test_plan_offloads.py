@@ -79,6 +79,7 @@ def assert_plan_is_sound(analysis: GraphAnalysis, plan: Plan) -> None:
         moved_bytes += saved.size_bytes
     assert plan.floor_bytes <= plan.peak_after_bytes <= plan.peak_before_bytes
     assert plan.offloaded_bytes == moved_bytes
+    assert sum(move.stall_s for move in moves_of(plan).values()) == pytest.approx(plan.stall_s, abs=1e-5)
     assert_idle_memory_fits(analysis, plan)
 
 
@@ -209,6 +210,15 @@ def test_more_time_means_a_lower_peak_and_is_not_exceeded() -> None:
     assert peaks[0] > peaks[-1]
     for plan, share in zip(plans, (0.0, 0.1, 0.3, 1.0, 10.0), strict=True):
         assert plan.slowdown <= share + 1e-9
+
+
+def test_every_storage_says_what_the_plan_waits_for_it() -> None:
+    """The engine pays for that in advance; what nobody told it of, it would take for a slow disk."""
+    plan = analyse(capture_toy("deep")).plan(policy="auto", disk=150, max_slowdown=1.0)
+    waits = [move.stall_s for move in moves_of(plan).values()]
+    assert plan.stall_s > 1
+    assert sum(waits) == pytest.approx(plan.stall_s, abs=1e-5)
+    assert len(set(waits)) > 1  # not spread evenly
 
 
 def test_the_plan_says_where_the_peak_stands() -> None:

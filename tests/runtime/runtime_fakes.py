@@ -211,11 +211,13 @@ def open_engine(file: MemoryFile, config: EngineConfig, clock: Clock = time.perf
     return Engine(config, open_file=lambda _: file, open_aio=lambda: file.aio, chunk_bytes=4096, clock=clock)
 
 
-def offload(engine: Engine, x: Tensor, name: str = "x", **hints: Any) -> Tensor:
-    """Offload, release, and overwrite ``x`` as a compiler might."""
+def offload(
+    engine: Engine, x: Tensor, name: str = "x", *, late: bool = False, own: bool = False, **hints: Any
+) -> Tensor:
+    """Offload, release, and overwrite ``x`` as a compiler might, unless the engine may hold it."""
     token = engine.offload(x, name, **hints)
-    token = engine.release(token, x)
-    if x.numel():
+    token = engine.release(token, x, late=late, own=own)
+    if x.numel() and not (late or own):
         x.fill_(1)
     return token
 

@@ -349,22 +349,36 @@ def test_with_nothing_to_spend_a_release_waits_as_long_as_planned(
     assert entry.stays == stays
 
 
-def test_what_the_plan_waits_for_is_admitted_step_after_step(file: SlowFile) -> None:
-    """Writes and reads of 1 s each, with nothing to spend but what the plan waits, and nothing of it is lost."""
+def test_what_the_plan_waits_for_is_admitted_step_after_step(file: SlowFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes and reads of 1 s each, with nothing to spend but what the plan waits, and nothing of it is lost.
+
+    The plan has twice the time, since the engine does not always see at once that a transfer is over.
+    """
     with engine_on(file, max_stall_share=MIN_STALL_SHARE) as engine:
+        wait_for_progress = engine._stalls.wait_for_progress
+
+        def begin_to_wait(*arguments: Any) -> None:
+            file.writes_may_go_on.set()
+            file.reads_may_go_on.set()
+            wait_for_progress(*arguments)
+
+        monkeypatch.setattr(engine._stalls, "wait_for_progress", begin_to_wait)
         file.write_s = file.read_s = 1.0
         observe(engine, write_s=1.0, read_s=1.0)
         spend_all(engine)
-        for _ in range(3):
+        for step in range(1, 4):
+            file.writes_may_go_on.clear()
             x = X.clone()
-            token = engine.release(engine.offload(x, "x", out_s=3.0, back_s=3.0, stall_s=6.0), x)
+            token = engine.release(engine.offload(x, "x", out_s=6.0, back_s=6.0, stall_s=6.0), x)
             x.fill_(1)
             engine.wait_until_idle()
+            file.reads_may_go_on.clear()
             assert torch.equal(fetch(engine, token, X), X)
             del token
-            engine.statistics()  # buries what has died
+            statistics = engine.statistics()  # buries what has died
+            assert min(statistics.release_stall_s, statistics.wait_stall_s) >= step
             assert engine._ledger.admission.admits(0.0)
-        assert engine.statistics().kept_for_time == 0
+        assert statistics.kept_for_time == 0
         assert file.write_count == 9
 
 

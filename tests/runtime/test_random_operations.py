@@ -20,6 +20,7 @@ from runtime_fakes import fetch, offload
 from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError
+from ssdtrain_fx.runtime.admission import BALANCE_LIMIT_S, MIN_STALL_SHARE
 from ssdtrain_fx.runtime.engine import Engine
 
 THREADS = 4
@@ -31,6 +32,9 @@ effects = st.one_of(
 )
 damage = st.builds(Flip, st.integers(0, 4095), st.integers(1, 255))
 threads = st.integers(0, THREADS - 1)
+releases = st.sampled_from([{}, {}, {"own": True}, {"own": True, "late": True}])
+waits = st.sampled_from([{}, {"out_s": 0.0, "back_s": 0.0}, {"out_s": 0.0, "back_s": 0.0, "stall_s": 1.0}])
+"""What the plan says of the time that a tensor has, and waits for it."""
 
 
 class Operations(RuleBasedStateMachine):
@@ -40,15 +44,26 @@ class Operations(RuleBasedStateMachine):
     checksum: ClassVar[bool] = True
     tensors: Bundle[int] = Bundle("tensors")
 
-    @initialize(buffers=st.sampled_from([2, 3, 8, 32]))
-    def open(self, buffers: int) -> None:
+    @initialize(buffers=st.sampled_from([2, 3, 8, 32]), is_limited=st.booleans())
+    def open(self, buffers: int, is_limited: bool) -> None:
+        """Where it ``is_limited``, what has no time to leave stays in memory."""
         self.resources = contextlib.ExitStack()
         self.disk = FaultyDisk()
         self.disk.chunk_bytes = 8192
         directory = tempfile.gettempdir()
         self.engine: Engine = self.resources.enter_context(
-            self.disk.engine(self.lane, directory, checksum=self.checksum, host_budget_bytes=8192 * buffers)
+            self.disk.engine(
+                self.lane,
+                directory,
+                checksum=self.checksum,
+                host_budget_bytes=8192 * buffers,
+                max_stall_share=MIN_STALL_SHARE if is_limited else None,
+            )
         )
+        if is_limited:
+            self.engine._ledger.admission.charge(BALANCE_LIMIT_S)
+            for meter in self.engine._ledger.traffic.meters:
+                meter.note(4096, 1.0, 1, busy=True)  # until something faster has been seen
         self.workers = [self.resources.enter_context(ThreadPoolExecutor(1)) for _ in range(THREADS)]
         self.tokens: dict[int, Future[Tensor]] = {}
         self.values: dict[int, Tensor] = {}
@@ -64,14 +79,29 @@ class Operations(RuleBasedStateMachine):
         host=st.booleans(),
         order=st.none() | st.integers(0, 5),
         link=st.sampled_from(["", "", "", "first", "second"]),
+        release=releases,
+        wait=waits,
     )
-    def offload(self, thread: int, elements: int, host: bool, order: int | None, link: str) -> int:
-        return self._offload(thread, elements, host, order, link)
+    def offload(
+        self,
+        thread: int,
+        elements: int,
+        host: bool,
+        order: int | None,
+        link: str,
+        release: dict[str, Any],
+        wait: dict[str, Any],
+    ) -> int:
+        self.are_linked |= bool(link)
+        hints = {"host": host, "reload_order": order, "link": link, **release, **wait}
+        return self._offload(thread, elements, hints)
 
     @rule(target=tensors, thread=threads, orders=st.permutations(range(4)), host=st.sampled_from([[], [0], [1, 2]]))
     def forward(self, thread: int, orders: list[int], host: list[int]) -> Any:
         """A run of a graph, which can be read ahead once it is on disk."""
-        return multiple(*(self._offload(thread, 1100, order in host, order, "") for order in orders))
+        return multiple(
+            *(self._offload(thread, 1100, {"host": order in host, "reload_order": order}) for order in orders)
+        )
 
     @rule(thread=threads, key=tensors)
     def reload(self, thread: int, key: int) -> None:
@@ -135,12 +165,10 @@ class Operations(RuleBasedStateMachine):
             for lane in self.engine._lanes.values():
                 assert lane.pool.available == lane.pool.buffer_limit
 
-    def _offload(self, thread: int, elements: int, host: bool, order: int | None, link: str) -> int:
+    def _offload(self, thread: int, elements: int, hints: dict[str, Any]) -> int:
         key = len(self.values)
         value = self.values[key] = torch.arange(elements) + 10_000 * key
         self.offloaded_bytes += value.nbytes
-        self.are_linked |= bool(link)
-        hints = {"host": host, "reload_order": order, "link": link}
         self.tokens[key] = self.workers[thread].submit(offload, self.engine, value.clone(), f"tensor_{key}", **hints)
         return key
 
@@ -165,15 +193,17 @@ class Operations(RuleBasedStateMachine):
         struck = [operation for operation, _ in self.disk.struck]
         assert (statistics.offloads, statistics.reloads) == (len(self.values), self.reload_count)
         assert statistics.in_flight_bytes == 0
-        assert statistics.slots_in_use == sum(self.values[key].nbytes > 0 for key in self.tokens)
+        slots = sum(self.values[key].nbytes > 0 for key in self.tokens)
+        assert slots - statistics.kept_for_time <= statistics.slots_in_use <= slots
         out_bytes = statistics.bytes_written + statistics.kept_bytes + statistics.cancelled_bytes
         host_bytes = statistics.host_bytes - statistics.demoted_bytes
         assert host_bytes >= 0
-        assert out_bytes + host_bytes == self.offloaded_bytes
+        # What stays has perhaps left in part, or never had a slot.
+        assert self.offloaded_bytes - statistics.kept_for_time_bytes <= out_bytes + host_bytes <= self.offloaded_bytes
         back_bytes = statistics.bytes_read - statistics.read_ahead_bytes + statistics.forwarded_bytes
         if not self.are_linked:  # else what comes after a tensor in the chain comes with it, asked for or not
             assert back_bytes <= self.reloaded_bytes
-        if not self.lost_count and self.all_were_waited_for:
+        if not self.lost_count and self.all_were_waited_for and not statistics.kept_for_time:
             assert back_bytes >= self.reloaded_bytes
         if not struck:
             assert self.lost_count == statistics.kept_bytes == 0

@@ -200,8 +200,11 @@ class _BesideCompute:
     That is the time of the ops, each one after matrix products that write more memory than processors keep at hand, as
     the layers of a model do: an op that follows another one is several times as fast, for its code and its data are
     still there. The way through PyTorch's dispatcher to an op in Python belongs to it, and is taken by one that does
-    nothing: with cold caches it takes a third of the time. Where threads do the copies, what these take from the
-    products comes in addition: the difference of the shortest runs with and without transfers, in turns.
+    nothing: with cold caches it takes a third of the time.
+
+    In addition comes what the transfers take from the products beside them: memory bandwidth, and the processor where
+    threads do the copies, or where the host of a virtual machine moves the bytes on the same cores. That is the median
+    difference of runs with and without transfers, in turns.
     """
 
     COUNT = 4
@@ -220,7 +223,6 @@ class _BesideCompute:
         self._runs_s: dict[tuple[str, int], list[tuple[float, float]]] = {}
         """Products beside transfers, and products alone."""
         self._ops_s: dict[tuple[str, int], list[float]] = {}
-        self._has_threads = traffic.engine.planned_staging_bytes("cpu") > 0
 
     def measure(self, size_bytes: int, write: Channel, read: Channel) -> None:
         """One run each of transfers out and in."""
@@ -245,11 +247,8 @@ class _BesideCompute:
 
     def cost_s(self, direction: str, size_bytes: int) -> float:
         """Seconds of compute that one transfer takes."""
-        ops_s = statistics.median(self._ops_s[direction, size_bytes])
-        if not self._has_threads:
-            return ops_s
-        busy_s, alone_s = (min(runs) for runs in zip(*self._runs_s[direction, size_bytes], strict=True))
-        return ops_s + max(0.0, busy_s - alone_s) / self.COUNT
+        taken_s = statistics.median(busy_s - alone_s for busy_s, alone_s in self._runs_s[direction, size_bytes])
+        return statistics.median(self._ops_s[direction, size_bytes]) + max(0.0, taken_s) / self.COUNT
 
     def _run(
         self,

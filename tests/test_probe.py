@@ -284,6 +284,18 @@ def test_ops_cost_their_way_through_the_dispatcher(ssd_dir: str) -> None:
     assert calls[torch.ops.ssdtrain_probe.dispatched.default] == 4 * beside.COUNT
 
 
+@pytest.mark.parametrize(("busy_s", "taken_s"), [((1.5, 3.0, 9.0), 2.0), ((0.5, 0.9, 5.0), 0.0)])
+def test_what_transfers_take_from_the_products_beside_them_is_a_cost(
+    tmp_path: Path, busy_s: tuple[float, ...], taken_s: float
+) -> None:
+    """The median of pairs; that products are faster beside transfers is noise."""
+    with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
+        beside = _BesideCompute(Traffic(engine, torch.device("cpu")))
+    beside._runs_s["in", 4096] = [(busy, 1.0) for busy in busy_s]
+    beside._ops_s["in", 4096] = [0.1, 0.2, 7.0]
+    assert beside.cost_s("in", 4096) == pytest.approx(0.2 + taken_s / beside.COUNT)
+
+
 def test_a_line_through_two_transfers() -> None:
     """1 MB in 2 ms and 9 MB in 10 ms: 1 GB/s and 1 ms."""
     channel = fit_channel((1_000_000, 0.002), (9_000_000, 0.010))

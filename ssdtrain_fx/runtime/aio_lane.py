@@ -101,6 +101,7 @@ class AioLane(Lane):
         ledger: Ledger,
         aio: Aio,
         pool: StagingPool,
+        tensor_memory: TensorMemory,
         *,
         checksum: bool,
         from_source_bytes: int = FROM_SOURCE_BYTES,
@@ -118,7 +119,7 @@ class AioLane(Lane):
         self._writes: collections.deque[_Transfer] = collections.deque()
         self._in_flight: dict[int, _Transfer] = {}
         self._cookies = itertools.count(1)
-        self._tensor_memory = TensorMemory()
+        self._tensor_memory = tensor_memory
         self._huge_pages = HugePages()
         self._reaping = False
         self._closing = False
@@ -196,9 +197,12 @@ class AioLane(Lane):
         """A tensor at the start of its storage, with memory for whole pages."""
         if entry.byte_count == 0:
             return super().allocate(entry, stride, device)
-        return self._tensor_memory.allocate(
+        y = self._tensor_memory.allocate(
             entry.size, stride, entry.dtype, entry.byte_count, entry.lead_bytes, idle_bytes
         )
+        if self._tensor_memory.uses_heap(entry.byte_count):
+            self._huge_pages.put_under(y.data_ptr(), entry.byte_count)
+        return y
 
     def close(self, patience: Patience) -> bool:
         ledger = self._ledger

@@ -42,7 +42,7 @@ from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.runtime.graph_runs import GraphRuns
-from ssdtrain_fx.runtime.heap import keep_freed_memory
+from ssdtrain_fx.runtime.heap import HEAP_BELOW_BYTES, keep_freed_memory
 from ssdtrain_fx.runtime.held_tensors import HeldTensors
 from ssdtrain_fx.runtime.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
 from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover
@@ -560,14 +560,15 @@ class Engine:
             kvikio = self._choose_kvikio(self.config.io, self._directories, self._cuda)
             if kvikio is not None:
                 return KvikioLane(self._ledger, kvikio, KvikioMover(self._cuda), drive_count)
+        tensor_memory = None
         if device_type == "cpu":
-            keep_freed_memory()
+            tensor_memory = TensorMemory(heap_below_bytes=HEAP_BELOW_BYTES if keep_freed_memory() else 0)
         mover = CpuMover() if device_type == "cpu" else CudaMover(self._cuda)
         budget_bytes = self.config.host_budget_bytes
         if budget_bytes is None:
             budget_bytes = mover.default_budget_bytes * drive_count
         checksum = self.config.checksum
-        if device_type == "cpu" and self._file.direct and self._open_aio is not None:
+        if tensor_memory is not None and self._file.direct and self._open_aio is not None:
             try:
                 aio = self._open_aio()
             except AioUnavailableError as reason:
@@ -577,13 +578,13 @@ class Engine:
                     self._ledger,
                     aio,
                     StagingPool(budget_bytes, self._chunk_size(CHUNK_BYTES)),
+                    tensor_memory,
                     checksum=checksum,
                     from_source_bytes=self._from_source_bytes,
                     direct_chunk_bytes=self._chunk_size(DIRECT_CHUNK_BYTES),
                 )
         pool = StagingPool(budget_bytes, self._chunk_size(CHUNK_BYTES))
         thread_count = mover.thread_count * drive_count
-        tensor_memory = TensorMemory() if device_type == "cpu" else None
         return ThreadLane(
             self._ledger, mover, pool, thread_count=thread_count, checksum=checksum, tensor_memory=tensor_memory
         )

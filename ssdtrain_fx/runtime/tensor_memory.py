@@ -1,16 +1,20 @@
 """Memory of tensors that the disk reads into: on huge pages, and used again.
 
 Why huge pages: direct I/O pins every page it reads into, and 512 small ones cost more than the transfer of 2 MiB itself
-(figures in :mod:`ssdtrain_fx.runtime.staging`). Why used again: the first touch of fresh memory is as dear as a copy.
-Why one range for tensors of all sizes: kept apart by size, what one layer needs lies idle beside what the next one
-needs.
+(figures in :mod:`ssdtrain_fx.runtime.staging`). Why used again: the first touch of fresh memory is as dear as a copy,
+and where the host of a virtual machine has taken freed memory away, ten times as dear: 50 ms for 24 MiB (2026-11-22).
+
+Where the heap of the C library keeps what activations leave (:mod:`ssdtrain_fx.runtime.heap`), tensors come from it:
+what backward has freed is what the next reload takes, and nothing lies idle for reloads alone. Larger tensors, and all
+where the heap keeps nothing, come from ranges of addresses that are held here. One range serves tensors of all sizes:
+kept apart by size, what one layer needs lies idle beside what the next one needs.
 
 Guarantees:
 
 * A tensor owns whole pages: nobody else's data lies on them.
 * Memory is given out again only after the last tensor on its storage has died.
-* After an allocation, what lies idle behind the last tensor is at most what its caller allows, or else ``idle_bytes``;
-  after :meth:`TensorMemory.release_idle` it is nothing.
+* Of the ranges: after an allocation, what lies idle behind the last tensor is at most what its caller allows, or else
+  ``idle_bytes``; after :meth:`TensorMemory.release_idle` it is nothing.
 """
 
 from __future__ import annotations
@@ -26,13 +30,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssdtrain_fx.runtime.slots import ALIGNMENT_BYTES, Slot, SlotAllocator
+from ssdtrain_fx.runtime.slots import ALIGNMENT_BYTES, Slot, SlotAllocator, round_up
 from ssdtrain_fx.runtime.staging import HUGE_PAGE_BYTES
 
 IDLE_BYTES = 96 << 20
 """What backward of one layer reads in GPT-2 of 12 layers, hidden 384, batch 8 x 512: tensors of 24, 18 and 6 MiB."""
 SEGMENT_BYTES = 1 << 30
 """Address space that is taken at a time. Memory comes with the first touch."""
+HEAP_SPARE_BYTES = 3 * ALIGNMENT_BYTES
+"""To the next page, in it to where the tensor begins, and behind the tensor to the end of its last page."""
 
 
 class _Segment:
@@ -102,7 +108,11 @@ class _Lease:
 class TensorMemory:
     """All methods may be called from any thread."""
 
-    def __init__(self, idle_bytes: int = IDLE_BYTES, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self, idle_bytes: int = IDLE_BYTES, segment_bytes: int = SEGMENT_BYTES, *, heap_below_bytes: int = 0
+    ) -> None:
+        """Tensors of less than ``heap_below_bytes`` come from the heap."""
+        self._heap_below_bytes = heap_below_bytes
         self._idle_limit_bytes = idle_bytes
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
@@ -133,19 +143,28 @@ class TensorMemory:
         for what lies idle behind it.
         """
         skip_bytes = -lead_bytes % ALIGNMENT_BYTES
-        with self._lock:
-            if self._returned:
-                self._collect()
-            segment, slot = self._take(skip_bytes + byte_count)
-            self._trim(self._idle_limit_bytes if idle_bytes is None else idle_bytes)
-            array_type = self._array_types.get(byte_count)
-            if array_type is None:
-                array_type = self._array_types[byte_count] = ctypes.c_char * byte_count
-            self._may_hold_idle = True
-        array = segment.array(array_type, slot, skip_bytes)
-        array.lease = _Lease(segment, slot, self._returned)
+        array_type = self._array_types.get(byte_count)
+        if array_type is None:
+            array_type = self._array_types[byte_count] = ctypes.c_char * byte_count
+        if self.uses_heap(byte_count):
+            heap = torch.UntypedStorage(byte_count + HEAP_SPARE_BYTES)  # no tensor: torch may be told to fill these
+            array: Any = array_type.from_address(round_up(heap.data_ptr()) + skip_bytes)
+            array.lease = heap
+        else:
+            with self._lock:
+                if self._returned:
+                    self._collect()
+                segment, slot = self._take(skip_bytes + byte_count)
+                self._trim(self._idle_limit_bytes if idle_bytes is None else idle_bytes)
+                self._may_hold_idle = True
+            array = segment.array(array_type, slot, skip_bytes)
+            array.lease = _Lease(segment, slot, self._returned)
         tensor = torch.frombuffer(array, dtype=dtype)
         return tensor.set_(tensor.untyped_storage(), 0, size, stride)
+
+    def uses_heap(self, byte_count: int) -> bool:
+        """Whether a tensor of so many bytes lies on the heap."""
+        return byte_count + HEAP_SPARE_BYTES < self._heap_below_bytes
 
     def release_idle(self) -> None:
         """Give what is idle back to the system."""

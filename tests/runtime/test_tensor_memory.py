@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runtime_fakes import fetch, offload
 
+from ssdtrain_fx.runtime import engine as engine_module
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.tensor_memory import TensorMemory
@@ -21,10 +22,17 @@ def allocate(memory: TensorMemory, size: int) -> torch.Tensor:
     return memory.allocate((size // 4,), (1,), torch.float32, size)
 
 
+ON_THE_HEAP = 1 << 40
+"""A limit that is above the size of every tensor."""
+
+
+@pytest.mark.parametrize("heap_below_bytes", [0, ON_THE_HEAP])
 @pytest.mark.parametrize("lead", [0, 4, 4092])
 @pytest.mark.parametrize("size", [4, 4096, 3 * MIB, 4 * MIB + 4])
-def test_a_tensor_lies_on_its_pages_as_asked_for_and_can_be_written(size: int, lead: int) -> None:
-    x = TensorMemory().allocate((size // 4,), (1,), torch.float32, size, lead)
+def test_a_tensor_lies_on_its_pages_as_asked_for_and_can_be_written(
+    size: int, lead: int, heap_below_bytes: int
+) -> None:
+    x = TensorMemory(heap_below_bytes=heap_below_bytes).allocate((size // 4,), (1,), torch.float32, size, lead)
     assert (x.data_ptr() + lead) % 4096 == 0
     assert x.storage_offset() == 0 and x.untyped_storage().nbytes() == size
     assert torch.equal(x.fill_(2.0), torch.full((size // 4,), 2.0))
@@ -50,10 +58,13 @@ def test_memory_of_one_size_serves_another() -> None:
     assert all(tensor.data_ptr() in addresses for tensor in small)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3 * MIB // 4)), max_size=40))
-def test_tensors_own_their_pages(steps: list[tuple[int, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3 * MIB // 4)), max_size=40),
+    st.sampled_from([0, 2 * MIB, ON_THE_HEAP]),
+)
+def test_tensors_own_their_pages(steps: list[tuple[int, int]], heap_below_bytes: int) -> None:
     """Each one keeps its bytes while others come and go."""
-    memory = TensorMemory(idle_bytes=MIB, segment_bytes=4 * MIB)
+    memory = TensorMemory(idle_bytes=MIB, segment_bytes=4 * MIB, heap_below_bytes=heap_below_bytes)
     living: dict[int, torch.Tensor] = {}
     for value, (key, elements) in enumerate(steps):
         living.pop(key, None)
@@ -65,6 +76,37 @@ def test_tensors_own_their_pages(steps: list[tuple[int, int]]) -> None:
         assert len(set().union(*pages)) == sum(map(len, pages))
         values = {key: x[0].item() for key, x in living.items()}
         assert all(torch.equal(x, torch.full_like(x, values[key])) for key, x in living.items())
+
+
+@pytest.mark.parametrize("lead", [0, 4, 2048, 4092])
+@pytest.mark.parametrize("size", [4, 4092, 4096, 4100, MIB])
+def test_all_pages_of_a_tensor_on_the_heap_are_its_own(size: int, lead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk writes whole pages: what else is on the heap must not lie on them."""
+    taken: list[range] = []
+
+    def storage(size_bytes: int) -> torch.UntypedStorage:
+        heap = make_storage(size_bytes)
+        taken.append(range(heap.data_ptr(), heap.data_ptr() + size_bytes))
+        return heap
+
+    make_storage = torch.UntypedStorage
+    monkeypatch.setattr(torch, "UntypedStorage", storage)
+    memory = TensorMemory(heap_below_bytes=ON_THE_HEAP)
+    tensors = [memory.allocate((size // 4,), (1,), torch.float32, size, lead) for _ in range(8)]
+    assert len(taken) == len(tensors)
+    for x, owned in zip(tensors, taken, strict=True):
+        first_page, end = x.data_ptr() // 4096 * 4096, -(-(x.data_ptr() + size) // 4096) * 4096
+        assert owned.start <= first_page and end <= owned.stop
+
+
+def test_large_tensors_do_not_come_from_the_heap() -> None:
+    """There, each would get a mapping of its own, which is fresh memory every time."""
+    memory = TensorMemory(heap_below_bytes=2 * MIB)
+    small, large = allocate(memory, MIB), allocate(memory, 2 * MIB)
+    del small
+    assert memory.idle_bytes == 0
+    del large
+    assert memory.idle_bytes == 2 * MIB
 
 
 def resident_bytes(address: int, length: int) -> int:
@@ -114,6 +156,12 @@ def test_holes_go_back_to_the_system_too() -> None:
     assert torch.equal(first, last)
 
 
+@pytest.fixture
+def heap_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "keep_freed_memory", lambda: False)
+
+
+@pytest.mark.usefixtures("heap_keeps_nothing")
 @pytest.mark.parametrize("io", ["posix", "aio"])
 def test_reload_memory_lies_idle_until_forward_is_nearly_over(ssd_dir: str, io: IOPath) -> None:
     """Memory that goes back too early has to be asked for, and zeroed, again."""
@@ -130,6 +178,16 @@ def test_reload_memory_lies_idle_until_forward_is_nearly_over(ssd_dir: str, io: 
         assert torch.equal(fetch(engine, last, x), fetch(engine, first, x))
 
 
+@pytest.mark.parametrize("io", ["posix", "aio"])
+def test_reloads_take_what_the_heap_keeps(ssd_dir: str, io: IOPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "keep_freed_memory", lambda: True)
+    with Engine(EngineConfig(ssd_dir=ssd_dir, io=io)) as engine:
+        x = torch.randn(MIB)
+        for _ in range(3):
+            assert torch.equal(fetch(engine, offload(engine, x.clone()), x), x)
+            assert engine.statistics().idle_bytes == 0
+
+
 def test_asking_for_aio_is_enough_to_get_it(ssd_dir: str) -> None:
     with Engine(EngineConfig(ssd_dir=ssd_dir, io="aio")) as engine:
         x = torch.randn(3 * MIB // 4)
@@ -141,6 +199,7 @@ def test_asking_for_aio_is_enough_to_get_it(ssd_dir: str) -> None:
             assert engine.statistics().io_path == "posix O_DIRECT, native AIO"
 
 
+@pytest.mark.usefixtures("heap_keeps_nothing")
 @pytest.mark.parametrize("io", ["posix", "aio"])
 def test_a_reload_near_the_peak_leaves_little_idle(ssd_dir: str, io: IOPath) -> None:
     with Engine(EngineConfig(ssd_dir=ssd_dir, io=io)) as engine:

@@ -87,6 +87,29 @@ def test_kernels_that_the_plan_counts_as_one_are_fused_where_products_stand_betw
     assert len(re.findall(r"^ +cpp_fused\w*mul_silu_silu_backward\w*\(", backward, re.MULTILINE)) == 2, backward
 
 
+class SharedBias(nn.Module):
+    """The scores of attention get a bias that all examples share, as T5's do."""
+
+    def __init__(self, width: int = 32, length: int = 64) -> None:
+        super().__init__()
+        self.query, self.key = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.bias = nn.Parameter(torch.randn(1, length, length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).transpose(1, 2) + self.bias
+        return (scores.softmax(-1) @ x).square().mean()
+
+
+def test_the_gradient_of_a_shared_bias_computes_the_gradient_of_the_scores_once_more() -> None:
+    """It is a sum over the batch, and reads the softmax and its gradient (8 x 64 x 64), not the gradient of the scores.
+    The plan counts both until then."""
+    model, x = SharedBias(), torch.randn(8, 64, 32, requires_grad=True)
+    backward = generated_backward(model, x, backend="inductor")
+    kernels = re.findall(r"^ +cpp_fused(\w*)\(([^)]*)\)", backward, re.MULTILINE)
+    sums = [arguments.split(", ") for name, arguments in kernels if "sum" in name and "softmax_backward" in name]
+    assert sums and all(len(arguments) >= 4 for arguments in sums), kernels
+
+
 NOTHING_FITS = Channel(bytes_per_s=1.0)
 
 

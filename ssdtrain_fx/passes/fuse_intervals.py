@@ -5,8 +5,9 @@
     2  c = tanh(b)          8 MiB    c [1, ...): the kernel reads a for the last time and writes c in its place
     3  return c                      peak 8 MiB instead of 24
 
-Inductor writes a result in place of an argument of the same size that dies with the kernel. The groups are those of
-``fused_kernels``, so they are Inductor's only roughly; where it fuses less, it needs more memory than is counted here.
+Inductor writes a result in place of an argument of the same size that dies with the kernel. What a later kernel reads
+once more lives on until that one. The groups are those of ``fused_kernels``, so they are Inductor's only roughly; where
+it fuses less, it needs more memory than is counted here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from ssdtrain_fx.passes.liveness import LiveInterval
 def fuse_intervals(
     intervals: Mapping[int, LiveInterval], kernels: tuple[FusedKernel, ...], alias_sets: AliasSets
 ) -> dict[int, LiveInterval]:
-    """The intervals of storages that do reach memory, by storage; those that are overwritten in place end sooner.
+    """The intervals of storages that do reach memory, by storage.
+
+    Those that are overwritten in place end sooner, and those that are read once more end later.
 
     Args:
         intervals: of a graph whose nodes run one by one.
@@ -32,6 +35,10 @@ def fuse_intervals(
     for kernel in kernels:
         for idx in kernel.inlined:
             fused.pop(idx, None)
+    for kernel in kernels:
+        for idx in kernel.reads_again:
+            if idx in fused:
+                fused[idx] = dataclasses.replace(fused[idx], end=max(fused[idx].end, kernel.last + 1))
     for kernel in kernels:
         dying = [
             fused[idx]

@@ -19,6 +19,14 @@ Two nodes may share a group when
 * one reads the other, or both read the same storage.
 
 A reduction over leading dimensions (the gradient of a bias) walks memory in another order and is a pass of its own.
+
+Inductor stores a pointwise result when it comes to an op that needs it stored. A reduction that comes before that op
+computes the result once more, from what it is made of:
+
+    0  p = mm(x, w)         own kernel
+    1  s = mul(p, 2)        stored for 3
+    2  b = sum(s, [0])      a pass of its own: reads p again, not s
+    3  d = mm(view(s), v)   own kernel
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -41,7 +49,6 @@ class NodeFacts:
     """What the costs of all nodes of one graph depend on: found once, for its kernels and for its seconds."""
 
     def __init__(self, joint: ScheduledJointGraph, alias_sets: AliasSets) -> None:
-        self._alias_sets = alias_sets
         self._facts = [NodeFact.of(node, alias_sets) for node in joint.graph.nodes]
 
     @property
@@ -51,8 +58,16 @@ class NodeFacts:
     @functools.cached_property
     def groups(self) -> Sequence[int]:
         """The fused group of every position, named by one of its members."""
-        position_of = {fact.node: position for position, fact in enumerate(self._facts)}
-        return _fuse(self._facts, position_of, self._alias_sets)
+        return _fuse(self._facts, self._position_of, self.users)
+
+    @functools.cached_property
+    def users(self) -> Sequence[Sequence[int]]:
+        """Who reads the value of every position, views and ``getitem`` looked through; the last one is the output."""
+        return _users(self._facts, self._position_of)
+
+    @functools.cached_property
+    def _position_of(self) -> Mapping[fx.Node, int]:
+        return {fact.node: position for position, fact in enumerate(self._facts)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +82,8 @@ class FusedKernel:
     """Made here, and needed by others."""
     inlined: tuple[int, ...]
     """Made here for members alone: they never reach memory."""
+    reads_again: tuple[int, ...] = ()
+    """What members compute arguments from that are stored too late for them."""
 
 
 def find_fused_kernels(
@@ -79,6 +96,7 @@ def find_fused_kernels(
     """
     found = NodeFacts(joint, alias_sets) if found is None else found
     facts, groups = found.facts, found.groups
+    read_again = _read_again(facts, found.users)
     maker: dict[int, int] = {}
     for fact, group in zip(facts, groups, strict=True):
         if fact.kind is not Kind.FREE:
@@ -103,6 +121,7 @@ def find_fused_kernels(
                 reads=tuple(read),
                 writes=tuple(idx for idx in made if idx in needed),
                 inlined=tuple(idx for idx in made if idx not in needed),
+                reads_again=tuple(dict.fromkeys(idx for position in positions for idx in read_again.get(position, ()))),
             )
         )
     return tuple(sorted(kernels, key=lambda kernel: kernel.last))
@@ -111,9 +130,8 @@ def find_fused_kernels(
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-def _fuse(facts: Sequence[NodeFact], position_of: Mapping[fx.Node, int], alias_sets: AliasSets) -> list[int]:
+def _fuse(facts: Sequence[NodeFact], position_of: Mapping[fx.Node, int], users: Sequence[Sequence[int]]) -> list[int]:
     """The group of every position, named by one of its members."""
-    users = _users(facts, position_of)
     levels = _levels(facts, position_of, users)
     by_columns = _feeds_only_columns(facts, users)
     parent = list(range(len(facts)))
@@ -149,7 +167,6 @@ def _fuse(facts: Sequence[NodeFact], position_of: Mapping[fx.Node, int], alias_s
 
 
 def _users(facts: Sequence[NodeFact], position_of: Mapping[fx.Node, int]) -> list[list[int]]:
-    """Who reads the value of a position, views and ``getitem`` looked through; ``len(facts) - 1`` is the output."""
     users: list[list[int]] = [[] for _ in facts]
     for position in range(len(facts) - 1, -1, -1):
         for user in facts[position].node.users:
@@ -192,6 +209,54 @@ def _feeds_only_columns(facts: Sequence[NodeFact], users: Sequence[Sequence[int]
             shape = facts[position].shape
             found[position] = all(found[at] and _same_space(facts[at].shape, shape) for at in users[position])
     return found
+
+
+def _read_again(facts: Sequence[NodeFact], users: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """By position of a reduction over columns, the storages that it computes its argument from once more.
+
+    That is where an own kernel has the argument stored, but all such kernels stand behind the reduction. One that reads
+    the argument itself, rather than a view, has it stored as soon as it is made: Inductor looks at direct readers then.
+    """
+    kernels = [[at for at in readers if facts[at].kind is Kind.KERNEL] for readers in users]
+    maker: dict[int, int] = {}
+    made_of: dict[int, list[tuple[int, int | None]]] = {}
+    """By position of a pointwise op: the storages that it reads, and who made them."""
+    again: dict[int, list[int]] = {}
+    marker = 0
+
+    def is_stored(made_at: int | None, position: int) -> bool:
+        """Is it, when Inductor comes to ``position``?"""
+        if made_at is None or made_at < marker or facts[made_at].kind is not Kind.POINTWISE:
+            return True
+        return min(kernels[made_at], default=position) < position
+
+    def comes_too_late(made_at: int | None, position: int) -> bool:
+        if made_at is None or not kernels[made_at] or is_stored(made_at, position):
+            return False
+        return not any(facts[at].node in facts[made_at].node.users for at in kernels[made_at])
+
+    def sources(made_at: int, position: int) -> Iterator[int]:
+        waiting, seen = [made_at], {made_at}
+        while waiting:
+            for idx, before in made_of[waiting.pop()]:
+                if before is None or is_stored(before, position):
+                    yield idx
+                elif before not in seen:
+                    seen.add(before)
+                    waiting.append(before)
+
+    for position, fact in enumerate(facts):
+        if fact.node.target is backward_starts:
+            marker = position
+        if fact.kind is Kind.POINTWISE:
+            made_of[position] = [(idx, maker.get(idx)) for idx, _ in fact.read]
+        elif fact.kind is Kind.COLUMNS:
+            late = [maker[idx] for idx, _ in fact.read if comes_too_late(maker.get(idx), position)]
+            again[position] = [idx for made_at in late for idx in sources(made_at, position)]
+        if fact.kind is not Kind.FREE:
+            maker.update((idx, position) for idx in fact.made)
+            maker.update((idx, position) for idx, _ in fact.written)
+    return again
 
 
 def _same_space(one: Shape, other: Shape) -> bool:

@@ -24,7 +24,7 @@ def one_op(x: Tensor, w: Tensor) -> Tensor:
 
 
 def fused(
-    function: Callable[..., Tensor] = chain, *, requires_grad: bool = False
+    function: Callable[..., Tensor | tuple[Tensor, ...]] = chain, *, requires_grad: bool = False
 ) -> tuple[dict[str, LiveInterval], dict[str, LiveInterval]]:
     """Intervals by the name of the allocator, without and with fusion."""
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=requires_grad)
@@ -56,15 +56,28 @@ def test_what_is_read_again_is_not_overwritten() -> None:
     assert after["add"] == before["add"]
 
 
-def test_fusion_never_adds_memory() -> None:
+def shared_bias(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum stands in front of the product that has ``mul`` stored, so it computes it once more, from ``mm``."""
+    s = (x @ w) * 2
+    return s.sum(0), s.view(2, 2, 4).view(4, 4) @ w
+
+
+def test_what_a_sum_reads_once_more_is_not_overwritten_before() -> None:
+    before, after = fused(shared_bias)
+    assert before["mm"].end == before["mul"].start + 1
+    assert after["mm"].end == after["sum_1"].start + 1 > after["mul"].start
+
+
+def test_fusion_adds_no_memory_but_what_is_read_once_more() -> None:
     for name in ("mlp", "attention", "norms", "deep"):
         analysis = analyse(capture_toy(name))
         plain = find_live_intervals(analysis.joint.graph, analysis.alias_sets)
         kernels = find_fused_kernels(analysis.joint, analysis.alias_sets)
         after = fuse_intervals(plain, kernels, analysis.alias_sets)
         assert after.keys() <= plain.keys()
+        again = {idx: kernel.last + 1 for kernel in kernels for idx in kernel.reads_again}
         for idx, interval in after.items():
-            assert plain[idx].start == interval.start <= interval.end <= plain[idx].end
+            assert plain[idx].start == interval.start <= interval.end <= max(plain[idx].end, again.get(idx, 0))
         for node in (*analysis.joint.saved, *analysis.joint.graph.output_node().all_input_nodes):
             for idx in analysis.alias_sets.by_node[node]:
                 assert (idx in after) == (idx in plain), f"{named(analysis.joint.graph, node.name)} is held"

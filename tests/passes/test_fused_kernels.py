@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
 from test_node_costs import ONLY_BYTES, costs, total, trace
 from torch import Tensor
 
 from ssdtrain_fx.passes.alias_sets import find_alias_sets
+from ssdtrain_fx.passes.fused_kernels import find_fused_kernels
 from ssdtrain_fx.passes.node_costs import estimate_node_seconds
-from ssdtrain_fx.testing import capture_step
+from ssdtrain_fx.testing import analyse, capture_step
 
 
 def test_a_chain_reads_and_writes_once() -> None:
@@ -104,3 +108,75 @@ def test_forward_and_backward_never_share_a_group() -> None:
     marker = joint.positions()[joint.marker]
     assert sum(seconds[:marker]) == 80
     assert sum(seconds[marker:]) == 120  # tangent and result in, gradient out
+
+
+def read_again(function: Callable[..., object], *shapes: Sequence[int]) -> dict[str, set[str]]:
+    """What reductions compute their argument from once more, by the name of the reduction."""
+    joint = trace(function, *shapes)
+    alias_sets = find_alias_sets(joint.graph)
+    nodes = list(joint.graph.nodes)
+    return {
+        nodes[kernel.last].name: {alias_sets.storages[idx].allocator.name for idx in kernel.reads_again}
+        for kernel in find_fused_kernels(joint, alias_sets)
+        if kernel.reads_again
+    }
+
+
+def test_a_sum_in_front_of_what_has_its_argument_stored_computes_it_once_more() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = (x @ w) * 2 + x
+        return s.sum(0), s.view(2, 2, 4).view(4, 4) @ w
+
+    assert read_again(function, (4, 4), (4, 4)) == {"sum_1": {"mm", "x_1"}}
+
+
+def test_a_sum_reads_what_is_stored_by_then() -> None:
+    def behind_the_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = (x @ w) * 2
+        product = s.view(2, 2, 4).view(4, 4) @ w
+        return s.sum(0), product
+
+    def read_by_a_product_without_a_view(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = (x @ w) * 2
+        return s.sum(0), s @ w
+
+    def made_by_a_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = x @ w
+        return s.sum(0), s.view(2, 2, 4).view(4, 4) @ w
+
+    def never_stored(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = (x @ w) * 2
+        return s.sum(0), s + 1
+
+    for function in (behind_the_product, read_by_a_product_without_a_view, made_by_a_product, never_stored):
+        assert read_again(function, (4, 4), (4, 4)) == {}, function.__name__
+
+
+def test_backward_reads_what_forward_has_stored() -> None:
+    """Forward ends with ``mul`` in memory, though only backward has a product of it, behind the sum."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return Stored.apply(x, w)
+
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    analysis = analyse(capture_step(function, x, w))
+    assert "mul" in {node.name for node in analysis.joint.saved}
+    kernels = find_fused_kernels(analysis.joint, analysis.alias_sets)
+    assert not any(kernel.reads_again for kernel in kernels)
+
+
+class Stored(torch.autograd.Function):
+    """2 x is saved; backward sums its columns before it multiplies it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        a = x * 2
+        ctx.save_for_backward(a, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gy,) = gradients
+        a, w = ctx.saved_tensors
+        columns = a.sum(0)
+        return gy @ w.t() + columns, a.view(2, 2, 4).view(4, 4).t() @ gy

@@ -87,6 +87,32 @@ def test_kernels_that_the_plan_counts_as_one_are_fused_where_products_stand_betw
     assert len(re.findall(r"^ +cpp_fused\w*mul_silu_silu_backward\w*\(", backward, re.MULTILINE)) == 2, backward
 
 
+class ReluLayers(nn.Module):
+    """In backward, the gradient of ``relu``'s argument is written in place of that of its result, and the next reload
+    stands behind it: in order behind the product that made the latter, which is the last own kernel."""
+
+    def __init__(self, layers: int = 3, width: int = 32) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width, bias=False) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(torch.relu(up(x)))
+        return x.square().mean()
+
+
+def test_ops_that_stand_behind_a_product_leave_its_result_to_be_overwritten() -> None:
+    """For order alone they depend on it; they do not read it."""
+
+    def overwrites(backend: object) -> list[bool]:
+        backward = generated_backward(ReluLayers(), backend=backend)
+        kernels = re.findall(r"^ +cpp_fused\w*threshold_backward\w*\(([^)]*)\)", backward, re.MULTILINE)
+        return [len(arguments.split(", ")) == 2 for arguments in kernels]
+
+    assert overwrites(EVERYTHING) == overwrites("inductor") == [True] * 3
+
+
 class SharedBias(nn.Module):
     """The scores of attention get a bias that all examples share, as T5's do."""
 

@@ -98,10 +98,10 @@ class _PinnedOrder:
                 self.last_kernel = operation.get_name()
         start = len(operations)
         result = call()
-        own = [operation for operation in operations[start:] if isinstance(operation, ir.ExternKernel)]
         if after_kernel and self.last_kernel is not None:
-            for operation in own:
-                V.graph.additional_buffer_deps[operation.get_operation_name()].add(self.last_kernel)
+            for operation in operations[start:]:
+                if isinstance(operation, ir.FallbackKernel):  # what takes its results from it follows anyway
+                    V.graph.additional_buffer_deps[operation.get_operation_name()].add(self.last_kernel)
         if before_kernel:
             self.since_kernel.append(result.get_name())
         self.num_seen = len(operations)
@@ -140,24 +140,33 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
 
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
-    _write_in_place_elsewhere()
+    _write_in_place_as_planned(frozenset((offload, release, reload, wait)))
     install(offload, after_kernel=False, before_kernel=True)  # early is all it has to be
     install(release, after_kernel=True, before_kernel=True)
     install(reload, after_kernel=True, before_kernel=True)
     install(wait, after_kernel=True, before_kernel=False)  # what reads its result follows it anyway
 
 
-def _write_in_place_elsewhere() -> None:
-    """The last kernel that reads a tensor may write its result there: not where the tensor is its own."""
+def _write_in_place_as_planned(own_ops: frozenset[Any]) -> None:
+    """The last kernel that reads a tensor may write its result there: not where the tensor is its own, and whichever of
+    our ops stand behind it. For these are users of the tensor for order alone, which Inductor counts as readers here.
+    """
     wrapper = cast(Any, PythonWrapperCodegen)
     can_reuse = wrapper.can_reuse
 
-    def can_reuse_unless_own(self: Any, input_buffer: Any, output_buffer: Any = None) -> bool:
-        # Without an output it asks whether a buffer is to be freed.
-        is_own = output_buffer is not None and input_buffer.get_name() in V.graph.__dict__.get(_OWN, ())
-        return not is_own and can_reuse(self, input_buffer, output_buffer)
+    def is_for_order(user: Any) -> bool:
+        return user.is_weak and getattr(user.node.node, "op_overload", None) in own_ops
 
-    wrapper.can_reuse = can_reuse_unless_own
+    def can_reuse_as_planned(self: Any, input_buffer: Any, output_buffer: Any = None) -> bool:
+        if output_buffer is not None:  # else it asks whether a buffer is to be freed
+            if input_buffer.get_name() in V.graph.__dict__.get(_OWN, ()):
+                return False
+            users = getattr(input_buffer, "users", None)  # inputs have none
+            if users:  # the caller counts them next
+                input_buffer.users = [user for user in users if not is_for_order(user)]
+        return can_reuse(self, input_buffer, output_buffer)
+
+    wrapper.can_reuse = can_reuse_as_planned
 
 
 def offload_strides_in(code: OutputCode, op_name: str) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 Why huge pages: direct I/O pins every page it reads into, and 512 small ones cost more than the transfer of 2 MiB itself
 (figures in :mod:`ssdtrain_fx.runtime.staging`). Why used again: the first touch of fresh memory is as dear as a copy,
-and where the host of a virtual machine has taken freed memory away, ten times as dear: 50 ms for 24 MiB (2026-11-22).
+and dearer by far where the host of a virtual machine has taken freed memory away.
 
 Where the heap of the C library keeps what activations leave (:mod:`ssdtrain_fx.runtime.heap`), tensors come from it:
 what backward has freed is what the next reload takes, and nothing lies idle for reloads alone. Larger tensors, and all

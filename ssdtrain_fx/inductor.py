@@ -176,7 +176,7 @@ class _CompileBothHalves:
                 stack.enter_context(fusing_as_planned(frozenset(OPS)))
             code = private.compile_fx_inner(gm, example_inputs, **kwargs)
         if name_by_token:
-            strides = private.offload_strides_in(code, "torch.ops.ssdtrain.offload.default")
+            strides = private.offload_strides_in(code, OFFLOAD)
             for token_name, name in name_by_token.items():
                 if name in strides:
                     self.stride_by_token[token_name] = strides[name]

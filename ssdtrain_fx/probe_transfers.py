@@ -10,6 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,20 +18,12 @@ from torch import Tensor
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.probe_effort import Effort
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.tokens import Owner, handle_of, make_token
 
 MOST_BYTES_PER_S = 1e13
 """A rate that makes a copy free of charge."""
 ROWS, INNER = 2048, 128
 """Of a matrix product that writes 16 MiB and takes some milliseconds."""
-
-
-def _dispatched(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-_library = torch.library.Library("ssdtrain_probe", "DEF")
-_library.define("dispatched(Tensor x) -> Tensor")
-_library.impl("dispatched", _dispatched, "CompositeExplicitAutograd")
 
 
 class Traffic:
@@ -50,21 +43,21 @@ class Traffic:
         tensors = self.tensors(size_bytes, count)
         self.settle()
         start_s = time.perf_counter()
-        tokens = self.offload(tensors)
+        owners = self.offload(tensors)
         self.engine.wait_until_idle()
         seconds = time.perf_counter() - start_s
-        del tokens
+        del owners
         return seconds
 
     def read_s(self, size_bytes: int, count: int) -> float:
         """Until all bytes are back."""
         tensors = self.tensors(size_bytes, count)
         like = tensors[0]
-        tokens = self.offload(tensors)
+        owners = self.offload(tensors)
         tensors.clear()
         self.settle()
         start_s = time.perf_counter()
-        self.wait(self.reload(tokens, like), tokens)
+        self.wait(self.reload(owners, like), owners)
         self.settle()
         return time.perf_counter() - start_s
 
@@ -72,14 +65,14 @@ class Traffic:
         """Until ``writes`` tensors have gone and ``reads`` others have come, begun together."""
         arriving = self.tensors(size_bytes, reads)
         like = arriving[0]
-        tokens = self.offload(arriving)
+        owners = self.offload(arriving)
         arriving.clear()
         leaving = self.tensors(size_bytes, writes)
         self.settle()
         start_s = time.perf_counter()
-        reloaded = self.reload(tokens, like)
+        reloaded = self.reload(owners, like)
         left = self.offload(leaving)
-        self.wait(reloaded, tokens)
+        self.wait(reloaded, owners)
         self.settle()
         seconds = time.perf_counter() - start_s
         del left
@@ -90,11 +83,11 @@ class Traffic:
         (x,) = self.tensors(size_bytes, 1)
         self.settle()
         start_s = time.perf_counter()
-        token = self.engine.offload(x, "probe")
+        owner = self.engine.offload(x, "probe")
         offload_s = time.perf_counter() - start_s
         self.settle()
         start_s = time.perf_counter()
-        token = self.engine.release(token, x)
+        self.engine.release(owner, x)
         release_s = time.perf_counter() - start_s
         self.settle()
         return offload_s + release_s
@@ -102,25 +95,25 @@ class Traffic:
     def reload_calls_s(self, size_bytes: int) -> float:
         """Of one reload and its wait, on the calling thread, when nothing has to be waited for."""
         (x,) = self.tensors(size_bytes, 1)
-        tokens = self.offload([x])
+        owners = self.offload([x])
         self.settle()
         start_s = time.perf_counter()
-        reloaded = self.reload(tokens, x)
+        reloaded = self.reload(owners, x)
         reload_s = time.perf_counter() - start_s
         self.settle()
         start_s = time.perf_counter()
-        self.wait(reloaded, tokens)
+        self.wait(reloaded, owners)
         return reload_s + time.perf_counter() - start_s
 
-    def offload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def offload(self, tensors: Sequence[Tensor]) -> list[Owner]:
         return [self.engine.release(self.engine.offload(x, "probe"), x) for x in tensors]
 
-    def reload(self, tokens: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        return [self.engine.reload(token, like.size(), like.stride(), like.dtype, like.device) for token in tokens]
+    def reload(self, owners: Sequence[Owner], like: Tensor) -> list[Tensor]:
+        return [self.engine.reload(owner, like.size(), like.stride()) for owner in owners]
 
-    def wait(self, reloaded: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        for y, token in zip(reloaded, tokens, strict=True):
-            self.engine.wait(y, token)
+    def wait(self, reloaded: Sequence[Tensor], owners: Sequence[Owner]) -> None:
+        for y, owner in zip(reloaded, owners, strict=True):
+            self.engine.wait(y, owner)
 
     def settle(self) -> None:
         """Nothing is in flight, and the device has nothing to do."""
@@ -199,8 +192,8 @@ class _BesideCompute:
 
     That is the time of the ops, each one after matrix products that write more memory than processors keep at hand, as
     the layers of a model do: an op that follows another one is several times as fast, for its code and its data are
-    still there. The way through PyTorch's dispatcher to an op in Python belongs to it, and is taken by one that does
-    nothing: with cold caches it takes a third of the time.
+    still there. They are called as Inductor's code calls them, by way of a token but not of PyTorch's dispatcher, which
+    would take as much time again with cold caches.
 
     In addition comes what the transfers take from the products beside them: memory bandwidth, and the processor where
     threads do the copies, or where the host of a virtual machine moves the bytes on the same cores. That is the median
@@ -215,7 +208,6 @@ class _BesideCompute:
         self._a = torch.randn(ROWS, INNER)
         self._b = torch.randn(INNER, ROWS)
         self._product = torch.empty(ROWS, ROWS)
-        self._little = torch.empty(1)
         self._compute(4)
         start_s = time.perf_counter()
         self._compute(4)
@@ -230,20 +222,23 @@ class _BesideCompute:
         tensors = traffic.tensors(size_bytes, self.COUNT)
         like = tensors[0]
         tokens: list[Tensor] = []
-        self._run(
-            ("out", size_bytes),
-            self._products(size_bytes, write),
-            lambda number: engine.offload(tensors[number], "probe"),
-            lambda number, token: tokens.append(engine.release(token, tensors[number])),
-        )
+
+        def release(number: int, owner: Owner) -> None:
+            engine.release(owner, tensors[number])
+            tokens.append(make_token(owner))
+
+        def reload(number: int) -> tuple[Tensor, Owner]:
+            owner = engine.find_owner(handle_of(tokens[number]))
+            assert owner is not None
+            return engine.reload(owner, like.size(), like.stride()), owner
+
+        products = self._products(size_bytes, write)
+        self._run(("out", size_bytes), products, lambda number: engine.offload(tensors[number], "probe"), release)
         traffic.settle()
-        traffic.wait(traffic.reload(tokens, like), tokens)  # from here on there is memory to be used again
-        self._run(
-            ("in", size_bytes),
-            self._products(size_bytes, read),
-            lambda number: engine.reload(tokens[number], like.size(), like.stride(), like.dtype, like.device),
-            lambda number, y: engine.wait(y, tokens[number]),
-        )
+        for number in range(self.COUNT):  # from here on there is memory to be used again
+            engine.wait(*reload(number))
+        products = self._products(size_bytes, read)
+        self._run(("in", size_bytes), products, reload, lambda number, reloading: engine.wait(*reloading))
 
     def cost_s(self, direction: str, size_bytes: int) -> float:
         """Seconds of compute that one transfer takes."""
@@ -254,8 +249,8 @@ class _BesideCompute:
         self,
         key: tuple[str, int],
         products: int,
-        begin: Callable[[int], Tensor],
-        end: Callable[[int, Tensor], None],
+        begin: Callable[[int], Any],
+        end: Callable[[int, Any], None],
     ) -> None:
         """Transfers one by one, each with ``products`` between its two ops."""
         self._traffic.settle()
@@ -264,13 +259,11 @@ class _BesideCompute:
         alone_s, busy_s = time.perf_counter() - start_s, 0.0
         for number in range(self.COUNT):
             start_s = time.perf_counter()
-            torch.ops.ssdtrain_probe.dispatched(self._little)
-            tensor = begin(number)
+            begun = begin(number)
             begun_s = time.perf_counter()
             self._compute(products)
             computed_s = time.perf_counter()
-            torch.ops.ssdtrain_probe.dispatched(self._little)
-            end(number, tensor)
+            end(number, begun)
             end_s = time.perf_counter()
             busy_s += computed_s - begun_s
             self._ops_s.setdefault(key, []).append(begun_s - start_s + end_s - computed_s)

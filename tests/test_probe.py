@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import logging
@@ -13,12 +12,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from profiles import HARDWARE
-from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from ssdtrain_fx import probe, profile_store
@@ -265,23 +262,6 @@ def test_this_machine_has_sane_rates(ssd_dir: str) -> None:
     total = steps[0][2]
     assert [(done, of) for _, done, of in steps] == [(done, total) for done in range(total + 1)]
     assert list(Path(ssd_dir).iterdir()) == []
-
-
-def test_ops_cost_their_way_through_the_dispatcher(ssd_dir: str) -> None:
-    """An offload, a release, a reload and a wait: four ways for each tensor."""
-    calls: collections.Counter[object] = collections.Counter()
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls[func] += 1
-            return func(*args, **(kwargs or {}))
-
-    channel = Channel(bytes_per_s=1e12, latency_s=0.0)
-    with Engine(EngineConfig(ssd_dir=ssd_dir)) as engine, Count():
-        beside = _BesideCompute(Traffic(engine, torch.device("cpu")))
-        beside.measure(1 << 20, channel, channel)
-        assert engine.statistics().offloads == beside.COUNT
-    assert calls[torch.ops.ssdtrain_probe.dispatched.default] == 4 * beside.COUNT
 
 
 @pytest.mark.parametrize(("busy_s", "taken_s"), [((1.5, 3.0, 9.0), 2.0), ((0.5, 0.9, 5.0), 0.0)])

@@ -21,6 +21,7 @@ Checked means: the source of that version was read. Only 2.13 is run by the test
 | ``multiprocessing.reductions.StorageWeakRef`` | 2.11 2.13 2.15 | no deduplication |
 | ``UntypedStorage._cdata`` | 2.11 2.13 2.15 | no alias sets |
 | ``_dynamo.config``, ``_dynamo.exc.BackendCompilerFailed`` | 2.13 | ``explain`` hits the recompile limit |
+| ``_C._dynamo.guards._reinterpret_tensor`` | 2.13 | no memory for reloads |
 | ``_subclasses.fake_tensor``, ``_ops.OpOverload``, ``utils._pytree`` | 2.13 | no graph analysis |
 """
 
@@ -54,6 +55,7 @@ __all__ = [
     "is_tangent",
     "leaves_by_path",
     "overwrites_saved_tensors",
+    "reinterpret",
     "saved_descriptors",
     "size_hint",
     "storage_key",
@@ -155,6 +157,11 @@ def overwrites_saved_tensors() -> bool:
     from torch._functorch import config
 
     return bool(cast(Any, config).donated_buffer)
+
+
+def reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """Another tensor on the memory of ``tensor``, from where that begins; no view of it, as autograd sees it."""
+    return cast(Any, torch._C)._dynamo.guards._reinterpret_tensor(tensor, size, stride, 0)
 
 
 def aot_autograd(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -15,6 +16,9 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.output_code import OutputCode
 from torch._inductor.virtualized import V
+from torch._ops import OpOverload
+
+from ssdtrain_fx._torch_private.direct_calls import DirectCall, are_direct, function_name
 
 __all__ = [
     "CustomGraphPass",
@@ -128,13 +132,14 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
         return (token, x, late, own)
 
     def install(op: Any, *, after_kernel: bool, before_kernel: bool) -> None:
-        call = lowering.fallback_handler(op, add_to_fallback_set=False)
+        call_dispatcher = lowering.fallback_handler(op, add_to_fallback_set=False)
 
         def lower(*args: Any, **keywords: Any) -> Any:
             if op is offload:
                 args = record_layout(*args)
             elif op is release:
                 args, keywords = own_memory(*args, **keywords), {}
+            call = functools.partial(DirectCall.create, op) if are_direct() else call_dispatcher
             order = cast(_PinnedOrder, V.graph.__dict__.setdefault("_ssdtrain_order", _PinnedOrder()))
             return order.lower(lambda: call(*args, **keywords), after_kernel=after_kernel, before_kernel=before_kernel)
 
@@ -169,18 +174,19 @@ def _write_in_place_as_planned(own_ops: frozenset[Any]) -> None:
     wrapper.can_reuse = can_reuse_as_planned
 
 
-def offload_strides_in(code: OutputCode, op_name: str) -> dict[str, tuple[int, ...]]:
-    """Strides that ``op(x, stride, name, ...)`` was compiled with, by name; read from the generated Python.
+def offload_strides_in(code: OutputCode, offload: OpOverload) -> dict[str, tuple[int, ...]]:
+    """Strides that ``offload(x, stride, name, ...)`` was compiled with, by name; read from the generated Python.
 
     Code that comes from a cache was not lowered in this process, so the code itself is the only witness.
     Symbolic strides are left out: Inductor changes no layouts under dynamic shapes.
     """
     source = cast(str, getattr(code, "source_code", ""))
     strides: dict[str, tuple[int, ...]] = {}
-    if op_name not in source:
+    calls = (function_name(offload), f"torch.ops.{offload}")
+    if not any(call in source for call in calls):
         return strides
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == op_name:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in calls:
             try:
                 stride, name = ast.literal_eval(node.args[1]), ast.literal_eval(node.args[2])
             except ValueError:

@@ -160,7 +160,7 @@ class AioLane(Lane):
         try:
             if self._huge_pages.has_grant:
                 self._huge_pages.put_under_heap()
-            if self._has_backlog or any(chunk.state is ChunkState.WRITING for chunk in fill.entry.chunks):
+            if self._has_backlog or fill.entry.busy > len(fill.entry.chunks):  # perhaps its write is over by now
                 self._reap()
             for chunk in fill.entry.chunks:
                 self._read(fill, chunk)

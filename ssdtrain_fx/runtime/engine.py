@@ -16,7 +16,7 @@ Guarantees:
   StalledDiskError, and all can be called again. Only what the kernel does within a call of the caller's own thread
   cannot be timed: under native AIO, the growth of the file and the hand-over of requests.
 * Every operation may be called from any thread.
-* The slot of a tensor is recycled when its last token has died and no transfer of it is in flight.
+* The slot of a tensor is recycled when its owner has died and no transfer of it is in flight.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.striped_file import open_spill_file
 from ssdtrain_fx.runtime.tensor_memory import TensorMemory
 from ssdtrain_fx.runtime.thread_lane import ThreadLane
-from ssdtrain_fx.runtime.tokens import Owner, handle_of, make_token
+from ssdtrain_fx.runtime.tokens import Owner
 from ssdtrain_fx.runtime.trace import Trace, record_calls
 from ssdtrain_fx.runtime.traffic import Direction, Traffic
 
@@ -130,9 +130,6 @@ class Engine:
     ) -> None:
         self.close()
 
-    def owns(self, handle: int) -> bool:
-        return handle in self._ledger.entries
-
     # -- the ops -------------------------------------------------------------------------------------------------------
 
     def offload(
@@ -148,7 +145,7 @@ class Engine:
         reload_order: int | None = None,
         last: bool = False,
         stall_s: float = 0.0,
-    ) -> Tensor:
+    ) -> Owner:
         """Start moving ``x`` to the file. ``x`` must stay allocated and unwritten until :meth:`release` returns.
 
         By the plan, ``release`` comes ``out_s`` later, and from ``reload`` to ``wait`` it is ``back_s``. None: unknown.
@@ -156,7 +153,7 @@ class Engine:
         and than the configuration allows, it stays in memory.
 
         ``link`` names the graph where it is one of a chain of graphs. ``held`` tensors come from outside of it: if
-        another graph has offloaded the same one, the token stands for that.
+        another graph has offloaded the same one, that is what the owner stands for.
 
         ``host`` asks for the host tier: the bytes stay in the staging buffers of a CUDA device, and are written to the
         file only where something else needs the buffers. Of CPU tensors, and under KvikIO, it changes nothing.
@@ -172,20 +169,19 @@ class Engine:
             raise InternalError(f"offload({name!r}): expected a strided tensor, got layout {x.layout}")
         known = self._find_held(x, name) if held else None
         if known is not None:
-            return make_token(known)
-        lane = self._lane(x.device.type)
+            return known
+        lane = self._lane("cpu" if x.is_cpu else x.device.type)
         source = movable(x.detach() if x.requires_grad else x)
         byte_count = span_bytes(source)
-        entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
+        entry = Entry(x, name, source, byte_count, lane)
         entry.host, entry.reload_order = host and lane.has_host_tier, reload_order
         if last:  # the end of forward is near, and perhaps the peak
             lane.release_idle()
         if lane.writes_from_source(entry):
             entry.cut_at_pages()
         handle = next(self._handles)
-        owner = Owner(handle, ledger.dead_handles)
+        owner = Owner(self, handle, ledger.dead_handles)
         entry.owner = weakref.ref(owner)
-        token = make_token(owner)
         with ledger.lock:
             ledger.begin_op(name)
             unplanned_s = self._stalls.predict_s(lane, entry, out_s, back_s)
@@ -209,9 +205,9 @@ class Engine:
         if moves:
             lane.begin_copies()
         ledger.tidy()
-        return token
+        return owner
 
-    def release(self, token: Tensor, x: Tensor, *, late: bool = False, own: bool = False) -> Tensor:
+    def release(self, owner: Owner, x: Tensor, *, late: bool = False, own: bool = False) -> Owner:
         """Wait until every byte has left ``x``; its memory may be reused afterwards.
 
         Where that would take longer than the configuration allows, ``x`` is copied to other memory instead.
@@ -223,14 +219,17 @@ class Engine:
         behind. The engine holds ``x`` until every byte has left.
         """
         ledger = self._ledger
-        entry = self._entry("release", token)
-        if x.data_ptr() != entry.address or not same_layout(entry.size, entry.stride, x.stride()):
+        entry = self._entry("release", owner)
+        source = entry.source
+        if (source is None or source.tensor is not x) and (
+            x.data_ptr() != entry.address or not same_layout(entry.size, entry.stride, x.stride())
+        ):
             raise InternalError(
                 f"release({entry.name!r}) got a tensor at address {x.data_ptr():#x} with strides {x.stride()}; offload "
                 f"got one at {entry.address:#x} with strides {entry.stride}. The compiler passed a copy to one of "
                 "them, so the memory of the other one may already hold something else."
             )
-        lane = self._lanes[entry.device.type]
+        lane = entry.lane
         with ledger.lock:
             ledger.begin_op(entry.name)
             if entry.uncopied:
@@ -239,7 +238,9 @@ class Engine:
                 self._stalls.wait_until_copied(lane, entry, self._runs.must_leave(entry))
             elif entry.uncopied:
                 self._stalls.wait_until_copied(lane, entry, [entry])
-            copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]
+            copied = []
+            if lane.mover.enqueues:
+                copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]
             staying = entry.source.tensor if entry.stays and entry.source is not None else None
             leaves_late = late and staying is None and entry.uncopied > 0
             if leaves_late:
@@ -255,38 +256,39 @@ class Engine:
             with ledger.lock:
                 ledger.drop_source(entry)
         ledger.tidy()
-        owner = entry.owner()
-        assert owner is not None  # `token` holds it
-        return make_token(owner)
+        return owner
 
     def reload(
         self,
-        token: Tensor,
+        owner: Owner,
         size: Sequence[int],
-        stride: Sequence[int] | None,
-        dtype: torch.dtype | None,
-        device: torch.device,
+        stride: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
         idle_bytes: int | None = None,
     ) -> Tensor:
         """A new tensor that is being filled; it may be used after :meth:`wait`.
 
-        ``stride`` and ``dtype`` may be None: then they are those of the tensor that was offloaded.
+        ``stride``, ``dtype`` and ``device`` may be None: then they are those of the tensor that was offloaded.
 
         Of the memory that tensors of earlier reloads have left, ``idle_bytes`` at most stay for later ones; the rest
         goes back to the system: the peak is near. None: as much as the engine likes. That is for CPU tensors only.
         """
         ledger = self._ledger
-        entry = self._entry("reload", token)
+        entry = self._entry("reload", owner)
         stride = entry.stride if stride is None else tuple(stride)
-        dtype = entry.dtype if dtype is None else dtype
-        if tuple(size) != entry.size or dtype != entry.dtype or device.type != entry.device.type:
+        if tuple(size) != entry.size or not (
+            (dtype is None or dtype == entry.dtype) and (device is None or device.type == entry.device.type)
+        ):
             raise InternalError(
-                f"reload({entry.name!r}) asks for {dtype}{list(size)} on {device}; "
+                f"reload({entry.name!r}) asks for {dtype or entry.dtype}{list(size)} on {device or entry.device}; "
                 f"offload got {entry.dtype}{list(entry.size)} on {entry.device}."
             )
+        if device is None:
+            device = entry.device
         if entry.stays:
             return self._reload_from_memory(entry, stride)
-        lane = self._lanes[entry.device.type]
+        lane = entry.lane
         if entry.ahead is not None:
             y = self._take_ahead(entry, tuple(stride), device, lane)
             if y is not None:
@@ -295,7 +297,7 @@ class Engine:
         if same_layout(entry.size, stride, entry.stored_stride):
             y = lane.allocate(entry, stride, device, idle_bytes)
         else:
-            y = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            y = torch.empty_strided(size, stride, dtype=entry.dtype, device=device)
             temporary = lane.allocate(entry, entry.stored_stride, device, idle_bytes)
         if y.device != entry.device:
             raise InternalError(f"reload({entry.name!r}) asks for {y.device}; offload got {entry.device}.")
@@ -311,13 +313,13 @@ class Engine:
         ledger.tidy()
         return y
 
-    def wait(self, y: Tensor, token: Tensor) -> None:
+    def wait(self, y: Tensor, owner: Owner) -> None:
         """Return when ``y`` is filled, as seen by the current stream. Raises ActivationLostError if it cannot be.
 
         Who is going to write to ``y`` calls :meth:`hand_over` first.
         """
         ledger = self._ledger
-        entry = self._entry("wait", token)
+        entry = self._entry("wait", owner)
         if entry.byte_count == 0:
             return
         address = y.data_ptr()
@@ -329,7 +331,7 @@ class Engine:
                 f"wait({entry.name!r}) got a tensor at address {address:#x}, which no reload returned: the compiler "
                 "passed a copy, which nothing will fill."
             )
-        lane = self._lanes[entry.device.type]
+        lane = entry.lane
         with ledger.lock:
             if fill.unissued:
                 lane.make_progress()
@@ -349,10 +351,10 @@ class Engine:
             self._begin_ahead(next_entry)
 
     def hand_over(self, y: Tensor) -> Tensor:
-        """``y``, after :meth:`wait`, for somebody who may write to it; the caller has dropped its token.
+        """``y``, after :meth:`wait`, for somebody who may write to it; the caller has dropped its owner.
 
-        A tensor that stayed in memory is handed out as it is. If there is a token of it left, another backward may come
-        and want the same data, so it gets a copy.
+        A tensor that stayed in memory is handed out as it is. If its owner still lives, another backward may come and
+        want the same data, so it gets a copy.
         """
         ledger = self._ledger
         if not ledger.residents:
@@ -419,9 +421,14 @@ class Engine:
         """How many bytes a plan may have between tensors and the file; 0 where the disk reaches tensors directly."""
         return self._lane(device_type).planned_staging_bytes
 
-    def find_entry(self, token: Tensor) -> Entry | None:
-        """What is known of the tensor behind ``token``."""
-        return self._ledger.entries.get(handle_of(token))
+    def find_owner(self, handle: int) -> Owner | None:
+        """The living owner with this handle."""
+        entry = self._ledger.entries.get(handle)
+        return None if entry is None else entry.owner()
+
+    def find_entry(self, owner: Owner) -> Entry | None:
+        """What is known of the tensor behind ``owner``."""
+        return self._ledger.entries.get(owner.handle)
 
     def wait_until_idle(self) -> None:
         """Return when nothing is in flight. Raises StalledDiskError."""
@@ -445,8 +452,8 @@ class Engine:
     def close(self, *, timeout_s: float = math.inf) -> None:
         """Let what is under way end and give memory and disk space back.
 
-        Tokens that are still alive cannot be reloaded. Where nothing ends for ``timeout_s``, or for ``io_timeout_s`` if
-        that is shorter, what is under way is left to itself with its memory and its file, and an error is logged.
+        What still has an owner cannot be reloaded then. Where nothing ends for ``timeout_s``, or for ``io_timeout_s``
+        if that is shorter, what is under way is left to itself with its memory and its file, and an error is logged.
         """
         ledger = self._ledger
         with ledger.lock:
@@ -481,10 +488,11 @@ class Engine:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _entry(self, op: str, token: Tensor) -> Entry:
-        entry = self._ledger.entries.get(handle_of(token))
+    def _entry(self, op: str, owner: Owner) -> Entry:
+        entry = self._ledger.entries.get(owner.handle)
         if entry is None:
-            raise InternalError(f"{op}: the token holds handle {handle_of(token)}, which this engine does not know")
+            self._ledger.check_usable(op)
+            raise InternalError(f"{op}: this engine does not know the handle {owner.handle}")
         return entry
 
     def _find_held(self, x: Tensor, name: str) -> Owner | None:
@@ -505,7 +513,7 @@ class Engine:
         """Begin to reload ``entry`` before backward asks for it. What does not work is left to :meth:`reload`."""
         if not entry.byte_count or not same_layout(entry.size, entry.stride, entry.stored_stride):
             return
-        ledger, lane = self._ledger, self._lanes[entry.device.type]
+        ledger, lane = self._ledger, entry.lane
         try:
             y = lane.allocate(entry, entry.stride, entry.device)
         except (RuntimeError, MemoryError, OSError) as error:  # no memory now

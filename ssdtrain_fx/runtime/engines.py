@@ -23,7 +23,7 @@ from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.statistics import Statistics
-from ssdtrain_fx.runtime.tokens import handle_of
+from ssdtrain_fx.runtime.tokens import Owner, handle_of
 from ssdtrain_fx.runtime.trace import Trace
 
 
@@ -59,12 +59,13 @@ class Engines:
             self._by_argument[argument] = engine
         return engine
 
-    def engine_of(self, token: Tensor) -> Engine:
-        """The engine that made ``token``."""
+    def owner_of(self, token: Tensor) -> Owner:
+        """The owner that ``token`` holds a share of."""
         handle = handle_of(token)
         for engine in tuple(self._by_config.values()):
-            if engine.owns(handle):
-                return engine
+            owner = engine.find_owner(handle)
+            if owner is not None:
+                return owner
         if 0 < handle < self._forked_at:
             raise ActivationLostError(
                 f"the token with handle {handle} was made before this process was forked. Its saved tensor is with the "

@@ -44,6 +44,7 @@ from ssdtrain_fx.runtime.traffic import Traffic
 
 if TYPE_CHECKING:
     from ssdtrain_fx.runtime.graph_runs import GraphRun
+    from ssdtrain_fx.runtime.lane import Lane
 
 log = logging.getLogger(__name__)
 
@@ -129,8 +130,10 @@ class Entry:
     """Backward has asked for it."""
     owner: weakref.ref[Owner]
 
-    def __init__(self, x: Tensor, name: str, source: Tensor, byte_count: int, ready: Mark) -> None:
+    def __init__(self, x: Tensor, name: str, source: Tensor, byte_count: int, lane: Lane) -> None:
         self.name = name
+        self.lane = lane
+        """What moves it."""
         self.address = x.data_ptr()
         self.size = tuple(x.size())
         self.stride = x.stride()
@@ -139,7 +142,7 @@ class Entry:
         self.device = x.device
         self.byte_count = byte_count
         self.source: Region | None = Region(source, byte_count)
-        self.ready = ready
+        self.ready = lane.mover.mark(self.device)
         """When the tensor is complete."""
         self.chunks: list[Chunk] = []
         self.fills: dict[int, Fill] = {}

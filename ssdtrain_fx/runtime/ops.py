@@ -26,13 +26,15 @@ import atexit
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.statistics import Statistics
-from ssdtrain_fx.runtime.tickets import Tickets
+from ssdtrain_fx.runtime.tickets import Reloading, Tickets
+from ssdtrain_fx.runtime.tokens import Owner, make_token
 from ssdtrain_fx.runtime.trace import record
 
 EXIT_TIMEOUT_S = 5.0
@@ -65,7 +67,7 @@ _library.define(
 )
 
 
-def _offload(
+def offload(
     x: Tensor,
     stride: Sequence[int],
     name: str,
@@ -78,7 +80,8 @@ def _offload(
     reload_order: int | None = None,
     last: bool = False,
     stall_s: float = 0.0,
-) -> Tensor:
+) -> Owner:
+    """The op for code that knows of no dispatcher; the owner takes the place of the token."""
     return _engines.open(engine).offload(
         x,
         name,
@@ -97,23 +100,39 @@ def _fake_offload(x: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
+def _offload(x: Tensor, *rest: Any, **keywords: Any) -> Tensor:
+    return make_token(offload(x, *rest, **keywords))
+
+
+def release(owner: Owner, x: Tensor, late: bool = False, own: bool = False) -> Tensor:
+    """The op for code that knows of no dispatcher. Its result is what autograd saves: a token."""
+    owner.engine.release(owner, x, late=late, own=own)
+    return make_token(owner)
+
+
 def _release(token: Tensor, x: Tensor, late: bool = False, own: bool = False) -> Tensor:
-    return _engines.engine_of(token).release(token, x, late=late, own=own)
+    return release(_engines.owner_of(token), x, late, own)
 
 
 def _fake_release(token: Tensor, x: Tensor, late: bool = False, own: bool = False) -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
-def _reload(
+def reload(
     token: Tensor,
     size: Sequence[int],
     stride: Sequence[int] | None,
-    dtype: torch.dtype | None,
-    device: torch.device,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
     idle_bytes: int | None = None,
-) -> Tensor:
-    return _tickets.issue(_engines.engine_of(token).reload(token, size, stride, dtype, device, idle_bytes), token)
+) -> Reloading:
+    """The op for code that knows of no dispatcher."""
+    owner = _engines.owner_of(token)
+    return Reloading(owner.engine.reload(owner, size, stride, dtype, device, idle_bytes), owner)
+
+
+def _reload(token: Tensor, *rest: Any, **keywords: Any) -> Tensor:
+    return _tickets.issue(reload(token, *rest, **keywords))
 
 
 def _fake_reload(
@@ -127,18 +146,17 @@ def _fake_reload(
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
-def _wait(
-    ticket: Tensor,
-    size: Sequence[int],
-    stride: Sequence[int] | None,
-    dtype: torch.dtype | None,
-    device: torch.device,
-) -> Tensor:
-    y, token = _tickets.redeem(ticket)
-    engine = _engines.engine_of(token)
-    engine.wait(y, token)
-    del token  # without retain_graph the last one
+def wait(reloading: Reloading) -> Tensor:
+    """The op for code that knows of no dispatcher."""
+    y, owner = reloading.take()
+    engine = owner.engine
+    engine.wait(y, owner)
+    del owner  # without retain_graph nobody else holds it
     return engine.hand_over(y)
+
+
+def _wait(ticket: Tensor, *_: object, **__: object) -> Tensor:
+    return wait(_tickets.redeem(ticket))
 
 
 def _fake_wait(

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssdtrain_fx import _torch_private
 from ssdtrain_fx.runtime.slots import ALIGNMENT_BYTES, Slot, SlotAllocator, round_up
 from ssdtrain_fx.runtime.staging import HUGE_PAGE_BYTES
 
@@ -159,8 +160,7 @@ class TensorMemory:
                 self._may_hold_idle = True
             array = segment.array(array_type, slot, skip_bytes)
             array.lease = _Lease(segment, slot, self._returned)
-        tensor = torch.frombuffer(array, dtype=dtype)
-        return tensor.set_(tensor.untyped_storage(), 0, size, stride)
+        return _torch_private.reinterpret(torch.frombuffer(array, dtype=dtype), size, stride)
 
     def uses_heap(self, byte_count: int) -> bool:
         """Whether a tensor of so many bytes lies on the heap."""

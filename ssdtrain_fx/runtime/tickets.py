@@ -1,13 +1,15 @@
-"""Tickets: what the op ``reload`` returns, and what the op ``wait`` turns into the reloaded tensor.
+"""Reloadings: what the op ``reload`` returns, and what the op ``wait`` turns into the reloaded tensor.
 
 Why the reloaded tensor has no name between the two: a compiler sees to it that a value is made before it is read. It
 is less careful about a value that is written a second time, and what a ``wait`` that fills its argument does is such a
 write. So the tensor stays in here, and comes into the graph as the result of ``wait``.
 
+Where all values of a graph have to be tensors, a *ticket* stands for the reloading.
+
 Guarantees:
 
-* The tensor that is being filled and the token it comes from live until the wait, or as long as the ticket's storage. A
-  ticket that is dropped before its wait, by an exception in backward, leaves nothing behind.
+* The tensor that is being filled and the owner of what it comes from live until the wait, or as long as the reloading,
+  or the ticket's storage. One that is dropped before its wait, by an exception in backward, leaves nothing behind.
 * A ticket has 8 bytes of its own and a number that is never used twice.
 """
 
@@ -19,10 +21,25 @@ import torch
 from torch import Tensor
 
 from ssdtrain_fx.errors import InternalError
-from ssdtrain_fx.runtime.tokens import handle_of
+from ssdtrain_fx.runtime.tokens import Owner, handle_of
 
-Reloading = tuple[Tensor, Tensor]
-"""The tensor that is being filled, and the token it comes from."""
+
+class Reloading:
+    """A tensor that is being filled with what ``owner`` stands for."""
+
+    __slots__ = ("_owner", "_tensor")
+
+    def __init__(self, tensor: Tensor, owner: Owner) -> None:
+        self._tensor: Tensor | None = tensor
+        self._owner: Owner | None = owner
+
+    def take(self) -> tuple[Tensor, Owner]:
+        """The tensor and the owner, once. Nothing is kept alive then."""
+        tensor, owner = self._tensor, self._owner
+        self._tensor = self._owner = None
+        if tensor is None or owner is None:
+            raise InternalError("wait got what another wait has taken already")
+        return tensor, owner
 
 
 class _TicketBytes(bytearray):
@@ -43,12 +60,12 @@ class Tickets:
         self._numbers = itertools.count(1)
         self._open: dict[int, Reloading] = {}
 
-    def issue(self, tensor: Tensor, token: Tensor) -> Tensor:
-        """A ticket for ``tensor``, which is being filled from what ``token`` stands for."""
+    def issue(self, reloading: Reloading) -> Tensor:
+        """A ticket for ``reloading``."""
         number = next(self._numbers)
         memory = _TicketBytes(number.to_bytes(8, "little"))
         memory.number, memory.open = number, self._open
-        self._open[number] = tensor, token
+        self._open[number] = reloading
         return torch.frombuffer(memory, dtype=torch.int64)
 
     def redeem(self, ticket: Tensor) -> Reloading:

@@ -1,13 +1,13 @@
-"""The token: the small CPU tensor that autograd saves in place of an offloaded one.
+"""The owner of what was offloaded, and the token: the small CPU tensor that autograd saves in its place.
 
-Why it is built over a Python object: autograd, AOTAutograd and compiled code all drop references to a tensor's storage
-when they no longer need it, and only the storage knows. So the storage holds the owner, and the owner's death is the
-engine's news.
+Why a token is built over a Python object: autograd, AOTAutograd and compiled code all drop references to a tensor's
+storage when they no longer need it, and only the storage knows. So the storage holds the owner, and the owner's death
+is the engine's news.
 
 Guarantees:
 
 * Every token has 8 bytes of its own, because a compiler may reuse the memory of a dead token for another tensor.
-* All tokens of one offload share one owner, which dies when the last storage of them dies.
+* All tokens of one offload share one owner, which dies when nobody else holds it and the last storage of them dies.
 * An owner's finaliser only appends to a deque. It may run within garbage collection, on any thread, even on one that
   holds the engine's lock: it takes no lock, allocates no tensor and calls nothing of the engine.
 """
@@ -16,19 +16,25 @@ from __future__ import annotations
 
 import collections
 import ctypes
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ssdtrain_fx.errors import InternalError
 
+if TYPE_CHECKING:
+    from ssdtrain_fx.runtime.engine import Engine
+
 
 class Owner:
-    """Says on ``dead_handles`` that a handle is not reachable any more."""
+    """What is offloaded can be reloaded from ``engine`` for as long as its owner lives. Then the owner says on
+    ``dead_handles`` that its handle is not reachable any more."""
 
-    __slots__ = ("__weakref__", "_dead_handles", "handle")
+    __slots__ = ("__weakref__", "_dead_handles", "engine", "handle")
 
-    def __init__(self, handle: int, dead_handles: collections.deque[int]) -> None:
+    def __init__(self, engine: Engine, handle: int, dead_handles: collections.deque[int]) -> None:
+        self.engine = engine
         self.handle = handle
         self._dead_handles = dead_handles
 

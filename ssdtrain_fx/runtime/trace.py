@@ -33,13 +33,12 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
-
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.whole_file import write_whole
 
 if TYPE_CHECKING:
     from ssdtrain_fx.runtime.ledger import Chunk, Entry
+    from ssdtrain_fx.runtime.tokens import Owner
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +148,7 @@ class Trace:
 class Traceable(Protocol):
     """What :func:`record_calls` asks of an engine."""
 
-    def find_entry(self, token: Tensor) -> Entry | None: ...
+    def find_entry(self, owner: Owner) -> Entry | None: ...
 
 
 def record_calls(engine: Traceable, names: Sequence[str], trace: Trace | None) -> None:
@@ -162,26 +161,26 @@ def record_calls(engine: Traceable, names: Sequence[str], trace: Trace | None) -
 
 
 def _recorded(engine: Traceable, name: str, trace: Trace) -> Callable[..., Any]:
-    """The tensor is known by the op's parameter ``token``, or by the token that it returns."""
+    """The tensor is known by the op's parameter ``owner``, or by the owner that it returns."""
     op = getattr(type(engine), name)
     names = list(op.__code__.co_varnames[1 : op.__code__.co_argcount])
-    idx = names.index("token") if "token" in names else None
+    idx = names.index("owner") if "owner" in names else None
 
     def call(*arguments: Any, **keywords: Any) -> Any:
-        token: Any = None
+        owner: Any = None
         if idx is not None:
-            token = arguments[idx] if idx < len(arguments) else keywords["token"]
+            owner = arguments[idx] if idx < len(arguments) else keywords["owner"]
         began_ns = time.perf_counter_ns()
         error = ""  # a text: the exception itself would hold this frame, and with it tensors
         try:
             result = op(engine, *arguments, **keywords)
-            token = result if token is None else token
+            owner = result if owner is None else owner
             return result
         except BaseException as raised:
             error = str(raised)
             raise
         finally:
-            trace.add_op(name, began_ns, None if token is None else engine.find_entry(token), error)
+            trace.add_op(name, began_ns, None if owner is None else engine.find_entry(owner), error)
 
     return call
 

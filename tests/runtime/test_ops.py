@@ -13,6 +13,7 @@ from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.runtime import ops as runtime
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engines import Engines
+from ssdtrain_fx.runtime.tokens import make_token
 
 ops = torch.ops.ssdtrain
 
@@ -44,7 +45,8 @@ def test_round_trip(engine: str) -> None:
 def test_of_cpu_tensors_the_host_tier_takes_none(engine: str) -> None:
     x = torch.randn(10)
     token = ops.release(ops.offload(x, x.stride(), "x", engine, host=True, reload_order=3), x)
-    entry = runtime._engines.engine_of(token).find_entry(token)
+    owner = runtime._engines.owner_of(token)
+    entry = owner.engine.find_entry(owner)
     assert entry is not None
     assert (entry.host, entry.reload_order) == (False, 3)
     assert torch.equal(fetch(token, x), x)
@@ -73,8 +75,9 @@ def test_the_engine_is_found_by_the_token(tmp_path: Path) -> None:
     assert engines.open(EngineConfig(checksum=True, ssd_dir=str(tmp_path)).to_argument()) is second
     x = torch.arange(5)
     for engine in (first, second, first):
-        token = engine.release(engine.offload(x, "x"), x)
-        assert engines.engine_of(token) is engine
+        owner = engine.release(engine.offload(x, "x"), x)
+        assert engines.owner_of(make_token(owner)) is owner
+        assert owner.engine is engine
     assert engines.statistics().offloads == 3
     engines.close()
 

@@ -1,6 +1,7 @@
 import collections
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from runtime_fakes import MemoryFile, engine_on
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.runtime.tokens import Owner, handle_of, make_token
 
+ENGINE: Any = object()
+
 
 def test_owner_dies_with_the_last_storage() -> None:
     dead: collections.deque[int] = collections.deque()
-    owner = Owner(2**40 + 7, dead)
+    owner = Owner(ENGINE, 2**40 + 7, dead)
     first, second = make_token(owner), make_token(owner)
     del owner
     assert handle_of(first) == handle_of(second) == 2**40 + 7
@@ -28,7 +31,7 @@ def test_owner_dies_with_the_last_storage() -> None:
 
 def test_each_token_has_memory_of_its_own() -> None:
     """A compiler may write another tensor into the memory of a dead token."""
-    owner = Owner(5, collections.deque())
+    owner = Owner(ENGINE, 5, collections.deque())
     first, second = make_token(owner), make_token(owner)
     first.fill_(-1)
     assert handle_of(second) == 5
@@ -47,7 +50,7 @@ def test_saved_for_backward_keeps_the_token(tmp_path: Path) -> None:
 
     dead: collections.deque[int] = collections.deque()
     x = torch.ones(3, requires_grad=True)
-    y = Save.apply(x, make_token(Owner(1, dead)))
+    y = Save.apply(x, make_token(Owner(ENGINE, 1, dead)))
     gc.collect()
     assert not dead
     y.sum().backward(retain_graph=True)

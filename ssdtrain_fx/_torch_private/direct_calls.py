@@ -1,0 +1,88 @@
+"""Our ops in the code that Inductor writes: as calls of Python functions, past the dispatcher.
+
+Why: between two matrix products all caches are cold, and then a call through the dispatcher costs 50 to 90 us before
+the op has done anything, and the tensor that takes the place of a Python object 15 to 35 us more. So the values that
+only our ops read, what ``offload`` and ``reload`` return, are the objects themselves::
+
+    buf1 = ssdtrain_offload(buf0, [64, 1], 'mm', ...)    # an Owner
+    buf2 = ssdtrain_release(buf1, buf0)                  # a token, which autograd saves
+    buf3 = ssdtrain_reload(buf2, [8, 64], [64, 1])       # a Reloading
+    buf4 = ssdtrain_wait(buf3)
+
+The functions are those of ``ssdtrain_fx.runtime.ops``, which code from a cache imports by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._inductor import config, ir
+from torch._inductor.virtualized import V
+
+MODULE = "ssdtrain_fx.runtime.ops"
+PREFIX = "ssdtrain_"
+
+_ARGUMENTS = {"offload": None, "release": None, "reload": 3, "wait": 1}
+"""How many positional arguments of the op its function takes; None: all. The rest repeats what is known."""
+_OBJECTS = {"offload": "release", "reload": "wait"}
+"""Ops whose result is an object, and the only ones that can read it."""
+_DIRECT = "_ssdtrain_direct"
+"""Attribute of the graph that Inductor lowers: whether its calls are direct."""
+
+
+def function_name(op: torch._ops.OpOverload) -> str:
+    """What the function of ``op`` is called in generated code."""
+    return PREFIX + _name(op)
+
+
+def are_direct() -> bool:
+    """Whether the calls of our ops in the graph that is being lowered are direct.
+
+    They are not in C++, nor where CUDA graphs cut the code into pieces, nor where somebody else reads the objects.
+    """
+    state = V.graph.__dict__
+    if _DIRECT not in state:
+        graph = cast(fx.Graph, V.graph.graph)
+        state[_DIRECT] = not (V.graph.cpp_wrapper or config.triton.cudagraphs) and _keeps_objects_apart(graph)
+    return state[_DIRECT]
+
+
+def _name(op: Any) -> str:
+    return op._schema.name.split("::")[1]
+
+
+def _keeps_objects_apart(graph: fx.Graph) -> bool:
+    ours = {node: _name(node.target) for node in graph.nodes if _is_ours(node.target)}
+    return all(
+        ours.get(user) == _OBJECTS[name] for node, name in ours.items() if name in _OBJECTS for user in node.users
+    )
+
+
+def _is_ours(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "ssdtrain"
+
+
+class DirectCall(ir.FallbackKernel):
+    """One call. Its result is not checked for sizes and strides: it may be no tensor, and the engine checks it."""
+
+    @classmethod
+    def create(cls, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        with V.graph.fake_mode:
+            example, tensors, constants, unflatten, _ = cls.process_kernel(kernel, *args, **kwargs)
+        call = cls(cls.tensor_to_layout(example), kernel, tensors, constants, unflatten, kwargs)
+        call.python_kernel_name = function_name(kernel)
+        if _name(kernel) in _OBJECTS:
+            V.graph.never_reuse_buffers.add(call.get_name())
+        V.graph.unaligned_buffers.add(call.get_name())
+        return ir.TensorBox.create(call)
+
+    def codegen_args(self) -> list[str]:
+        return super().codegen_args()[: _ARGUMENTS[_name(self.op_overload)]]
+
+    def codegen(self, wrapper: Any) -> None:
+        name = self.python_kernel_name
+        wrapper.add_import_once(f"from {MODULE} import {_name(self.op_overload)} as {name}")
+        wrapper.generate_fallback_kernel(self)
+        self.codegen_unbacked_symbol_defs(wrapper)

@@ -21,6 +21,7 @@ from ssdtrain_fx.passes.find_recomputations import Recomputation
 from ssdtrain_fx.passes.liveness import LiveInterval, memory_profile
 from ssdtrain_fx.passes.place_transfers import Choice, choose_all, choose_cheapest, choose_lowest_peak, floor_bytes
 from ssdtrain_fx.passes.plan import Decision, Keep, Offload, Peak, Plan, Recompute, SavedStorage
+from ssdtrain_fx.passes.reserve_time import reserve_time
 from ssdtrain_fx.passes.source_lines import source_line
 from ssdtrain_fx.passes.transfer_problem import HostTier, Movable, Placements, TransferProblem
 from ssdtrain_fx.passes.use_host_tier import use_host_tier
@@ -73,6 +74,9 @@ def plan_offloads(
         choice = use_host_tier(problem, choice, may_move_others=True)
         if choice.peak_bytes > floor:
             reason_not_moved = KEPT_TIME
+    # Who moves all wants as little in memory as can be; one graph of a chain does not know the peak of the step.
+    if not (move_all or analysis.activations):
+        choice = reserve_time(problem, choice)
     return describe_plan(analysis, problem, choice, reason_not_moved=reason_not_moved, reasons={})
 
 

@@ -2,11 +2,12 @@
 
     python benchmarks/ops.py --ssd-dir /mnt/nvme --count 500 --json ops.json
 
-Each tensor goes out and comes back through `torch.ops.ssdtrain`, as compiled code calls it. Before every call the
-thread multiplies matrices until the engine is idle, so that `release` and `wait` find nothing to wait for. It does not
-sleep, since a processor that was idle starts slowly. What is left is the dispatcher, Python, memory for the tensor that
-comes back, locks, and waking an I/O thread. `CPU` is the processor time of the thread for all four: what is above it in
-`all four` is waiting, for a processor or for the interpreter lock, which the woken thread takes when an op returns.
+Each tensor goes out and comes back by the functions that Inductor's code calls. Before every call the thread
+multiplies matrices until the engine is idle, so that `release` and `wait` find nothing to wait for. It does not sleep,
+since a processor that was idle starts slowly. What is left is Python, the kernel that takes a request, memory for the
+tensor that comes back, locks, and waking an I/O thread. `CPU` is the processor time of the thread for all four: what is
+above it in `all four` is waiting, for a processor or for the interpreter lock, which the woken thread takes when an op
+returns.
 
 The target is less than 30 us per tensor. Run it on an idle machine: with more processes than cores, caches are cold.
 """
@@ -29,7 +30,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
@@ -56,12 +56,11 @@ def measure(config: EngineConfig, size_bytes: int, count: int) -> list[Sample]:
     """One sample per tensor. Raises OSError or ConfigError when the directory cannot be used."""
     argument = config.to_argument()
     engine = ops._engines.open(argument)
-    offload, release, reload, wait = (getattr(torch.ops.ssdtrain, name).default for name in OPS)
     x = torch.empty(size_bytes // 4).uniform_()
-    size, stride, dtype, device = x.size(), x.stride(), x.dtype, x.device
+    size, stride = list(x.size()), list(x.stride())
     a, b = torch.randn(128, 128), torch.empty(128, 128)
 
-    def timed(op: Callable[..., Tensor], *arguments: object) -> tuple[Tensor, float, float]:
+    def timed(op: Callable[..., Any], *arguments: object) -> tuple[Any, float, float]:
         torch.mm(a, a, out=b)
         while engine.statistics().in_flight_bytes:  # which also drives native AIO
             torch.mm(a, a, out=b)
@@ -71,13 +70,14 @@ def measure(config: EngineConfig, size_bytes: int, count: int) -> list[Sample]:
 
     samples: list[Sample] = []
     for _ in range(WARM_UP + count):
-        token, *of_offload = timed(offload, x, stride, "benchmark", argument)
-        kept, *of_release = timed(release, token, x)
-        ticket, *of_reload = timed(reload, kept, size, stride, dtype, device)
-        y, *of_wait = timed(wait, ticket, size, stride, dtype, device)
+        owner, *of_offload = timed(ops.offload, x, stride, "benchmark", argument)
+        token, *of_release = timed(ops.release, owner, x)
+        del owner
+        reloading, *of_reload = timed(ops.reload, token, size, stride)
+        y, *of_wait = timed(ops.wait, reloading)
         seconds, cpu_s = zip(of_offload, of_release, of_reload, of_wait, strict=True)
         samples.append(Sample(seconds, sum(cpu_s)))
-        del token, kept, ticket, y
+        del token, reloading, y
     return samples[WARM_UP:]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 from ssdtrain_fx import OffloadConfig, Statistics, backend, statistics, zoo
 from ssdtrain_fx.hardware import Hardware
@@ -86,3 +87,13 @@ def counted(function: Callable[[], Any]) -> Statistics:
     before = statistics()
     function()
     return statistics().since(before)
+
+
+def generated_code(model: nn.Module, x: Tensor, config: OffloadConfig) -> tuple[str, str]:
+    """The Python that Inductor generates for forward and backward."""
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        _, codes = run_and_get_code(
+            lambda: torch.compile(model, backend=backend(config))(x).backward(),
+        )
+    forward, backward = codes
+    return forward, backward

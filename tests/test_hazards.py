@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from steps import FAST_DISK, counted, settled_statistics, small_model
+from steps import FAST_DISK, counted, generated_code, settled_statistics, small_model
 from torch import Tensor, nn
-from torch._inductor.utils import run_and_get_code
 
 from ssdtrain_fx import OffloadConfig, backend
 from ssdtrain_fx.hardware import Channel
@@ -42,16 +41,6 @@ class Blocks(nn.Module):
         for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
             x = x + second(torch.nn.functional.gelu(first(x)))
         return x.square().mean()
-
-
-def generated_code(model: nn.Module, x: Tensor, config: OffloadConfig) -> tuple[str, str]:
-    """The Python that Inductor generates for forward and backward."""
-    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
-        _, codes = run_and_get_code(
-            lambda: torch.compile(model, backend=backend(config))(x).backward(),
-        )
-    forward, backward = codes
-    return forward, backward
 
 
 def calls(code: str) -> list[tuple[str, list[str]]]:

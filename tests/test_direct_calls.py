@@ -1,0 +1,83 @@
+"""How Inductor's code calls the ops: functions where only our ops read the objects they return, else the dispatcher."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from steps import generated_code
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+from ssdtrain_fx import OffloadConfig, _torch_private
+from ssdtrain_fx._torch_private import inductor as private
+from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
+from ssdtrain_fx.runtime.config import EngineConfig
+
+DISPATCHED = "torch.ops.ssdtrain."
+
+
+@pytest.fixture
+def engine(ssd_dir: str) -> str:
+    private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT)
+    return EngineConfig(ssd_dir=ssd_dir).to_argument()
+
+
+def test_code_that_a_cache_keeps_imports_what_it_calls() -> None:
+    class Summed(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).sum()
+
+    model = Summed(nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 16), nn.Sigmoid())
+    config = OffloadConfig(policy="all", min_tensor_bytes=0)
+    codes = generated_code(model, torch.randn(8, 16), config)
+    for code, names in zip(codes, (("offload", "release"), ("reload", "wait")), strict=True):
+        assert DISPATCHED not in code
+        for name in names:
+            assert f"from ssdtrain_fx.runtime.ops import {name} as ssdtrain_{name}\n" in code
+            assert f" = ssdtrain_{name}(" in code
+
+
+def test_strides_are_read_from_both_kinds_of_code() -> None:
+    for name in ("ssdtrain_offload", "torch.ops.ssdtrain.offload.default"):
+        code = private.WrappedCode(lambda inputs: inputs)
+        code.source_code = f"buf1 = {name}(buf0, [4, 1], 'mm', '{{}}', 0.1)\nbuf2 = other(buf0, [1, 4], 'mm')"
+        assert private.offload_strides_in(code, OFFLOAD) == {"mm": (4, 1)}
+
+
+def test_what_others_read_is_a_tensor(engine: str) -> None:
+    """A token that leaves the graph: the whole graph goes through the dispatcher."""
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.sigmoid(x @ x)
+        return torch.ops.ssdtrain.offload(y, y.stride(), "y", engine), y
+
+    x = torch.randn(8, 8)
+    token, y = torch.compile(program, fullgraph=True)(x)
+    assert isinstance(token, Tensor)
+    kept = torch.ops.ssdtrain.release(token, y)
+    layout = (y.size(), y.stride(), y.dtype, y.device)
+    assert torch.equal(torch.ops.ssdtrain.wait(torch.ops.ssdtrain.reload(kept, *layout), *layout), y)
+
+
+def test_nothing_but_objects_of_ours_goes_past_the_dispatcher(engine: str) -> None:
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.sigmoid(x @ x)
+        token = torch.ops.ssdtrain.release(torch.ops.ssdtrain.offload(y, y.stride(), "y", engine), y)
+        layout = (y.size(), y.stride(), y.dtype, y.device)
+        return torch.ops.ssdtrain.wait(torch.ops.ssdtrain.reload(token, *layout), *layout) * 2, y
+
+    x = torch.randn(8, 8)
+    (result, y), (code,) = cast(Any, run_and_get_code)(torch.compile(program, fullgraph=True), x)
+    assert DISPATCHED not in code
+    assert code.count(" = ssdtrain_") == 4
+    assert torch.equal(result, y * 2)
+
+
+def test_a_tensor_on_other_memory_begins_where_that_begins() -> None:
+    base = torch.arange(12.0)
+    other = _torch_private.reinterpret(base, (3, 4), (1, 3))
+    assert (other.storage_offset(), other.data_ptr()) == (0, base.data_ptr())
+    assert torch.equal(other, base.reshape(4, 3).t())
+    assert other._base is None and not other.requires_grad

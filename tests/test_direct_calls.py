@@ -18,6 +18,15 @@ from ssdtrain_fx.runtime.config import EngineConfig
 DISPATCHED = "torch.ops.ssdtrain."
 
 
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 16), nn.Sigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).sum()
+
+
 @pytest.fixture
 def engine(ssd_dir: str) -> str:
     private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT)
@@ -25,13 +34,8 @@ def engine(ssd_dir: str) -> str:
 
 
 def test_code_that_a_cache_keeps_imports_what_it_calls() -> None:
-    class Summed(nn.Sequential):
-        def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input).sum()
-
-    model = Summed(nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 16), nn.Sigmoid())
     config = OffloadConfig(policy="all", min_tensor_bytes=0)
-    codes = generated_code(model, torch.randn(8, 16), config)
+    codes = generated_code(Layers(), torch.randn(8, 16), config)
     for code, names in zip(codes, (("offload", "release"), ("reload", "wait")), strict=True):
         assert DISPATCHED not in code
         for name in names:

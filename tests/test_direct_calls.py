@@ -12,7 +12,9 @@ from torch._inductor.utils import run_and_get_code
 
 from ssdtrain_fx import OffloadConfig, _torch_private
 from ssdtrain_fx._torch_private import inductor as private
+from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
+from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.config import EngineConfig
 
 DISPATCHED = "torch.ops.ssdtrain."
@@ -77,6 +79,15 @@ def test_nothing_but_objects_of_ours_goes_past_the_dispatcher(engine: str) -> No
     assert DISPATCHED not in code
     assert code.count(" = ssdtrain_") == 4
     assert torch.equal(result, y * 2)
+
+
+def test_a_reloading_is_good_for_one_wait(engine: str) -> None:
+    x = torch.randn(10)
+    token = ops.release(ops.offload(x, [1], "x", engine), x)
+    reloading = ops.reload(token, [10], [1])
+    assert torch.equal(ops.wait(reloading), x)
+    with pytest.raises(InternalError, match="another wait has taken"):
+        ops.wait(reloading)
 
 
 def test_a_tensor_on_other_memory_begins_where_that_begins() -> None:

@@ -12,7 +12,7 @@ Checked means: the source of that version was read. Only 2.13 is run by the test
 | ``_inductor.lowering``, ``ir``, ``V.graph.additional_buffer_deps`` | 2.13 | the scheduler moves our ops |
 | ``V.set_choices_handler``, ``scheduler.name_to_node``, ``name_to_buf`` | 2.13 | peaks above the plan's |
 | ``codegen.wrapper.PythonWrapperCodegen.can_reuse`` | 2.13 | kernels overwrite what the engine holds, little else |
-| ``ir.FallbackKernel``, ``add_import_once``, ``V.graph.never_reuse_buffers`` | 2.13 | ops cost twice the time |
+| ``ir.FallbackKernel``, ``add_import_once``, ``V.graph.never_reuse_buffers`` | 2.13 | no Inductor backend |
 | ``_inductor.output_code.OutputCode.source_code`` | 2.13 | convolution nets: last bits differ |
 | ``_inductor.list_mode_options`` | 2.11 2.13 2.15 | ``mode=`` cannot be honoured |
 | ``meta["inductor_realize_to_strides"]`` | 2.13 | a recomputed tensor may get another layout |

@@ -26,8 +26,8 @@ are common on shared machines, and more than four times the time is no hiccup.""
 
 ROOM_SHARE = 0.8
 """Of the peak; a reserve fills memory up to here. A compiler orders kernels a little differently than planned: with
-1.0, GPT-2 under Inductor allocated 1.22 of the planned peak, with 0.9 BERT did 1.11, and with 0.8 both 1.00, as without
-any reserve (``benchmarks/peaks.py``, 12 layers, hidden 384, batch 8 x 512, 2026-11-22)."""
+1.0, GPT-2 took 1.22 of the planned peak, with 0.9 BERT took 1.11, and with 0.8 GPT-2 took 1.02 (resident memory by
+``ssdtrain-fx bench``, ``max_slowdown`` 0.03 and 0.04, 12 layers, hidden 384, batch 8 x 512, 2026-11-22)."""
 
 
 def reserve_time(problem: TransferProblem, choice: Choice) -> Choice:

@@ -6,6 +6,7 @@ counts with the median of many, since a drive has good and bad moments of its ow
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -187,6 +188,18 @@ def compute_thread_channels(traffic: Traffic, effort: Effort, write: Channel, re
     return fit("out"), fit("in")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sample:
+    """Some transfers, one by one, beside matrix products."""
+
+    product_s: float
+    """Of one product, when nothing is moved."""
+    taken_s: float
+    """How much longer all products took beside the transfers."""
+    ops_s: list[float]
+    """Of both ops of every transfer."""
+
+
 class _BesideCompute:
     """What transfers of CPU tensors cost the processor that computes, whichever thread does them.
 
@@ -198,6 +211,10 @@ class _BesideCompute:
     In addition comes what the transfers take from the products beside them: memory bandwidth, and the processor where
     threads do the copies, or where the host of a virtual machine moves the bytes on the same cores. That is the median
     difference of runs with and without transfers, in turns.
+
+    The nodes of a step are priced by rates of an undisturbed machine, since kernels count with their shortest run. Ops
+    and differences are too small and too rare for that: each one is scaled by how much longer than the shortest run the
+    products beside it took.
     """
 
     COUNT = 4
@@ -212,9 +229,7 @@ class _BesideCompute:
         start_s = time.perf_counter()
         self._compute(4)
         self._product_s = (time.perf_counter() - start_s) / 4
-        self._runs_s: dict[tuple[str, int], list[tuple[float, float]]] = {}
-        """Products beside transfers, and products alone."""
-        self._ops_s: dict[tuple[str, int], list[float]] = {}
+        self._samples: dict[tuple[str, int], list[_Sample]] = {}
 
     def measure(self, size_bytes: int, write: Channel, read: Channel) -> None:
         """One run each of transfers out and in."""
@@ -241,9 +256,12 @@ class _BesideCompute:
         self._run(("in", size_bytes), products, reload, lambda number, reloading: engine.wait(*reloading))
 
     def cost_s(self, direction: str, size_bytes: int) -> float:
-        """Seconds of compute that one transfer takes."""
-        taken_s = statistics.median(busy_s - alone_s for busy_s, alone_s in self._runs_s[direction, size_bytes])
-        return statistics.median(self._ops_s[direction, size_bytes]) + max(0.0, taken_s) / self.COUNT
+        """Seconds of an undisturbed processor that one transfer takes."""
+        shortest_s = min(sample.product_s for samples in self._samples.values() for sample in samples)
+        samples = self._samples[direction, size_bytes]
+        ops = statistics.median(ops_s / sample.product_s for sample in samples for ops_s in sample.ops_s)
+        taken = statistics.median(sample.taken_s / sample.product_s for sample in samples)
+        return shortest_s * (ops + max(0.0, taken) / self.COUNT)
 
     def _run(
         self,
@@ -257,6 +275,7 @@ class _BesideCompute:
         start_s = time.perf_counter()
         self._compute(products * self.COUNT)
         alone_s, busy_s = time.perf_counter() - start_s, 0.0
+        ops_s: list[float] = []
         for number in range(self.COUNT):
             start_s = time.perf_counter()
             begun = begin(number)
@@ -266,8 +285,9 @@ class _BesideCompute:
             end(number, begun)
             end_s = time.perf_counter()
             busy_s += computed_s - begun_s
-            self._ops_s.setdefault(key, []).append(begun_s - start_s + end_s - computed_s)
-        self._runs_s.setdefault(key, []).append((busy_s, alone_s))
+            ops_s.append(begun_s - start_s + end_s - computed_s)
+        sample = _Sample(alone_s / (products * self.COUNT), busy_s - alone_s, ops_s)
+        self._samples.setdefault(key, []).append(sample)
 
     def _products(self, size_bytes: int, channel: Channel) -> int:
         """Enough to hide one transfer."""

@@ -25,7 +25,7 @@ from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.probe import load_hardware, measure_hardware
 from ssdtrain_fx.probe_hardware import device_name
-from ssdtrain_fx.probe_transfers import Traffic, _BesideCompute, fit_channel, share_of
+from ssdtrain_fx.probe_transfers import Traffic, _BesideCompute, _Sample, fit_channel, share_of
 from ssdtrain_fx.profile_store import profile_directory, profile_key, profile_path, store_profile
 from ssdtrain_fx.reference_rates import run_fio
 from ssdtrain_fx.runtime.config import EngineConfig
@@ -271,9 +271,22 @@ def test_what_transfers_take_from_the_products_beside_them_is_a_cost(
     """The median of pairs; that products are faster beside transfers is noise."""
     with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
         beside = _BesideCompute(Traffic(engine, torch.device("cpu")))
-    beside._runs_s["in", 4096] = [(busy, 1.0) for busy in busy_s]
-    beside._ops_s["in", 4096] = [0.1, 0.2, 7.0]
+    beside._samples["in", 4096] = [
+        _Sample(product_s=0.5, taken_s=busy - 1.0, ops_s=[ops_s])
+        for busy, ops_s in zip(busy_s, (0.1, 0.2, 7.0), strict=True)
+    ]
     assert beside.cost_s("in", 4096) == pytest.approx(0.2 + taken_s / beside.COUNT)
+
+
+def test_transfers_cost_what_they_would_on_an_undisturbed_machine(tmp_path: Path) -> None:
+    """While everything takes thrice its time, so do the ops: the products beside them tell."""
+    with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
+        beside = _BesideCompute(Traffic(engine, torch.device("cpu")))
+    beside._samples["out", 4096] = [_Sample(product_s=0.1, taken_s=0.0, ops_s=[9.0])]
+    beside._samples["in", 4096] = [
+        _Sample(product_s=factor * 0.1, taken_s=factor * 0.04, ops_s=[factor * 0.01]) for factor in (3.0, 3.0, 2.0)
+    ]
+    assert beside.cost_s("in", 4096) == pytest.approx(0.01 + 0.04 / beside.COUNT)
 
 
 def test_a_line_through_two_transfers() -> None:

@@ -21,7 +21,17 @@ import torch
 from rich.table import Table
 
 from ssdtrain_fx.machine import block_device, cpu_model
-from ssdtrain_fx.measure import Run, Step, Variant, Worker, median_ms, median_ratio, take_turns
+from ssdtrain_fx.measure import (
+    CONFIDENCE,
+    Run,
+    Step,
+    Variant,
+    Worker,
+    median_ms,
+    median_ratio,
+    median_ratio_interval,
+    take_turns,
+)
 from ssdtrain_fx.runtime.directory import file_system_type
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.units import format_bytes
@@ -101,8 +111,8 @@ def render_table(results: Sequence[Result]) -> Table:
     add_row(
         f"ratio to {base.run.variant}",
         lambda result: f"{median_ratio(result.timed, base.timed):.3f}",
-        end_section=True,
     )
+    add_row(f"{CONFIDENCE:.0%} sure", lambda result: _range(result, base), end_section=True)
     add_row("peak memory of a step", lambda result: format_bytes(result.peak_bytes))
     add_row(
         f"ratio to {base.run.variant}",
@@ -129,6 +139,12 @@ def render_table(results: Sequence[Result]) -> Table:
 def find_base(result: Result, results: Sequence[Result]) -> Result:
     """The run of plain Inductor that ``result`` has to agree with to the bit."""
     return next(one for one in results if one.run.variant == BASE and one.run.regional == result.run.regional)
+
+
+def _range(result: Result, base: Result) -> str:
+    """Of the ratio of their step times."""
+    interval = None if result is base else median_ratio_interval(result.timed, base.timed)
+    return "-" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
 
 
 def _last(result: Result) -> Statistics:
@@ -161,6 +177,7 @@ def to_json(results: Sequence[Result], directories: Sequence[str]) -> dict[str, 
                 "run": dataclasses.asdict(result.run),
                 "median_step_ms": median_ms(result.timed),
                 "step_time_ratio": median_ratio(result.timed, base.timed),
+                "step_time_ratio_interval": median_ratio_interval(result.timed, base.timed),
                 "peak_bytes": result.peak_bytes,
                 "peak_ratio": result.peak_bytes / max(1, base.peak_bytes),
                 "process_bytes_before_step": result.sampled[-1].start_bytes,

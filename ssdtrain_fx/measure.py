@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -56,6 +57,7 @@ LAYER_CLASSES = frozenset(
     }
 )
 """What counts as one layer in the models of `ssdtrain_fx.zoo`."""
+CONFIDENCE = 0.95
 SAMPLE_INTERVAL_S = 0.002
 RETURN_FREED_MEMORY_AT_BYTES = 64 << 10
 STATUS = Path("/proc/self/status")
@@ -216,8 +218,25 @@ def take_turns(workers: Sequence[Worker], on_step: Callable[[Worker, Step], None
 
 def median_ratio(steps: Sequence[Step], base: Sequence[Step]) -> float:
     """Median over the pairs of the step time relative to `base`; the first pair compiles and does not count."""
+    return statistics.median(_ratios(steps, base))
+
+
+def median_ratio_interval(steps: Sequence[Step], base: Sequence[Step]) -> tuple[float, float] | None:
+    """Where the true median of those ratios lies, at CONFIDENCE; None where the pairs are too few to say.
+
+    It follows from the order of the pairs alone, whatever the noise is like (W. J. Conover, Practical Nonparametric
+    Statistics, 3rd edition, 3.2).
+    """
+    from scipy import stats
+
+    interval = stats.quantile_test(_ratios(steps, base), p=0.5).confidence_interval(CONFIDENCE)
+    low, high = float(interval.low), float(interval.high)
+    return (low, high) if math.isfinite(low) and math.isfinite(high) else None
+
+
+def _ratios(steps: Sequence[Step], base: Sequence[Step]) -> list[float]:
     pairs = list(zip(steps, base, strict=True))
-    return statistics.median(a.duration_ms / b.duration_ms for a, b in pairs[1:] or pairs)
+    return [a.duration_ms / b.duration_ms for a, b in pairs[1:] or pairs]
 
 
 def median_ms(steps: Sequence[Step]) -> float:

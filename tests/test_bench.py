@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from ssdtrain_fx import bench
 from ssdtrain_fx.cli import app
-from ssdtrain_fx.measure import Run, Step, WorkerError
+from ssdtrain_fx.measure import Run, Step, WorkerError, median_ratio_interval
 from ssdtrain_fx.runtime.statistics import Statistics
 from tests.test_cli import run_command
 
@@ -90,6 +91,17 @@ def test_every_variant_is_timed_first_and_then_sampled_and_compared_with_inducto
     assert results["ssdtrain"]["statistics_last_step"]["bytes_written"] == 64
     assert results["checkpoint"]["step_ms"] == [1300.0, 130.0, 130.0, 130.0]
     assert set(written) == {"date", "machine", "python", "torch", "results"}
+
+
+def test_how_sure_a_ratio_is_follows_from_the_order_of_the_pairs(worker: type[FakeWorker]) -> None:
+    """Ten pairs: the median is below the second or above the ninth with a chance of 2 * 11 / 1024, below 5 %; of five
+    pairs all are on one side with a chance of 2 / 32."""
+    base, other = worker(Run(variant="inductor")), worker(Run(variant="ssdtrain"))
+    plain, ours = ([one.step() for _ in range(11)] for one in (base, other))
+    ratios = [9.0, 1.06, 1.01, 1.05, 1.02, 0.9, 1.04, 1.03, 1.07, 30.0, 1.0]
+    ours = [dataclasses.replace(step, duration_ms=100.0 * ratio) for step, ratio in zip(ours, ratios, strict=True)]
+    assert median_ratio_interval(ours, plain) == (1.0, 1.07)
+    assert median_ratio_interval(ours[:6], plain[:6]) is None
 
 
 def test_layers_compiled_one_by_one_are_compared_with_their_like(worker: type[FakeWorker]) -> None:

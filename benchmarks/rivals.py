@@ -1,6 +1,7 @@
 """Peak memory and step time of every way to hold less: at equal peak, who is faster; at equal time, who is smaller?
 
     python benchmarks/rivals.py --model gpt2            # also bert, t5, llama: some ten minutes each
+    python benchmarks/rivals.py --variants budget ssdtrain --budgets 0.7 --steps 40     # two that are close
 
 Plain Inductor is the base of all ratios. Against it run
 
@@ -33,7 +34,7 @@ from rich.table import Table
 
 from ssdtrain_fx import bench
 from ssdtrain_fx.cli.common import progress_columns
-from ssdtrain_fx.measure import Run, Step, WorkerError, median_ratio
+from ssdtrain_fx.measure import CONFIDENCE, Run, Step, WorkerError, median_ratio, median_ratio_interval
 from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.zoo import MODELS
 
@@ -58,6 +59,8 @@ class Point:
     setting: str
     peak_ratio: float
     time_ratio: float
+    time_ratio_interval: tuple[float, float] | None = None
+    """Where it lies, at CONFIDENCE; None where that cannot be said."""
     equal_bits: bool
 
     @property
@@ -85,6 +88,7 @@ def points_of(settings: Sequence[str], pairs: Sequence[tuple[bench.Result, bench
             setting=setting,
             peak_ratio=result.peak_bytes / max(1, base.peak_bytes),
             time_ratio=median_ratio(result.timed, base.timed),
+            time_ratio_interval=median_ratio_interval(result.timed, base.timed),
             equal_bits=result.equals(base),
         )
         for setting, (base, result) in zip(settings, pairs, strict=True)
@@ -107,17 +111,19 @@ def render(points: Sequence[Point], title: str) -> Table:
     """One row per point; for a rival also what this backend does with no more memory, and in no more time."""
     ours = [point for point in points if point.variant == "ssdtrain"]
     table = Table(title=title, caption="relative to plain Inductor; - where no setting of ssdtrain gets there")
-    columns = ("", "peak", "time", "bits", "ssdtrain, no higher peak: time", "ssdtrain, no longer: peak")
+    columns = ("", "peak", "time", f"{CONFIDENCE:.0%} sure", "bits", "ssdtrain, no higher peak: time", "ssdtrain, no longer: peak")
     for name in columns:
         table.add_column(name, justify="left" if not name else "right")
     for point in points:
         fastest = smallest = None
+        interval = point.time_ratio_interval
         if point.variant != "ssdtrain":
             fastest, smallest = fastest_within(ours, point.peak_ratio), smallest_within(ours, point.time_ratio)
         table.add_row(
             point.label,
             f"{point.peak_ratio:.3f}",
             f"{point.time_ratio:.3f}",
+            f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else "-",
             "equal" if point.equal_bits else "different",
             f"{fastest.time_ratio:.3f} ({fastest.setting})" if fastest else "-",
             f"{smallest.peak_ratio:.3f} ({smallest.setting})" if smallest else "-",
@@ -161,6 +167,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--variants", choices=list(COLORS), nargs="+", default=list(COLORS), help="what is measured")
     parser.add_argument("--budgets", type=float, nargs="*", default=BUDGETS)
     parser.add_argument("--max-slowdowns", type=float, nargs="*", default=MAX_SLOWDOWNS)
     parser.add_argument("--steps", type=int, default=5, help="rounds; the first one compiles and does not count")
@@ -173,7 +180,11 @@ def main(arguments: list[str]) -> int:
     directories = check_directories(chosen.ssd_dir)
     sizes = {name: getattr(chosen, name) for name in ("model", "layers", "hidden", "batch", "sequence", "vocab")}
     run = Run(**sizes, options={} if chosen.ssd_dir is None else {"ssd_dir": chosen.ssd_dir})
-    settings, runs = zip(*runs_of(run, budgets=chosen.budgets, max_slowdowns=chosen.max_slowdowns), strict=True)
+    found = runs_of(run, budgets=chosen.budgets, max_slowdowns=chosen.max_slowdowns)
+    found = [(setting, one) for setting, one in found if one.variant in chosen.variants]
+    if not found:
+        parser.error("nothing to measure: --variants names families of which there is no setting.")
+    settings, runs = zip(*found, strict=True)
     console = Console()
     with Progress(*progress_columns(), console=console) as progress:
         total = bench.MEMORY_STEPS + len(runs) * (2 * chosen.steps + bench.MEMORY_STEPS)

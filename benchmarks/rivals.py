@@ -111,7 +111,8 @@ def render(points: Sequence[Point], title: str) -> Table:
     """One row per point; for a rival also what this backend does with no more memory, and in no more time."""
     ours = [point for point in points if point.variant == "ssdtrain"]
     table = Table(title=title, caption="relative to plain Inductor; - where no setting of ssdtrain gets there")
-    columns = ("", "peak", "time", f"{CONFIDENCE:.0%} sure", "bits", "ssdtrain, no higher peak: time", "ssdtrain, no longer: peak")
+    sure = f"{CONFIDENCE:.0%} sure"
+    columns = ("", "peak", "time", sure, "bits", "ssdtrain, no higher peak: time", "ssdtrain, no longer: peak")
     for name in columns:
         table.add_column(name, justify="left" if not name else "right")
     for point in points:

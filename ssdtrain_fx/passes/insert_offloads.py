@@ -114,11 +114,11 @@ def insert_offloads(
         reloaded = [chain for _, step, chain in steps if step in (Step.RELOAD_AT_ONCE, Step.RELOAD)]
         for order, chain in enumerate(reloaded):
             chain.reload_order = order
-    last = next((chain for _, step, chain in reversed(steps) if step is Step.OFFLOAD), None)
+    first = next((chain for _, step, chain in steps if step is Step.OFFLOAD), None)
     for position, step, chain in steps:
         with joint.graph.inserting_before(nodes[position]):
             if step is Step.OFFLOAD:
-                _insert_offload(joint.graph, chain, symbols, engine, link, is_last=chain is last)
+                _insert_offload(joint.graph, chain, symbols, engine, link, is_first=chain is first)
             elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
                 # What comes from outside may be written to out there once forward is over: it has to leave before.
                 own = not chain.candidate.storage.is_input
@@ -134,7 +134,7 @@ def insert_offloads(
 
 
 def _insert_offload(
-    graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.Node], engine: str, link: str, *, is_last: bool
+    graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.Node], engine: str, link: str, *, is_first: bool
 ) -> None:
     source = chain.source
     value = _value(source)
@@ -163,8 +163,8 @@ def _insert_offload(
     keywords: dict[str, Argument] = {"host": True} if chain.decision.tier == "host" else {}
     if chain.reload_order is not None:
         keywords["reload_order"] = chain.reload_order
-    if is_last:
-        keywords["last"] = True
+    if is_first:
+        keywords["first"] = True
     if chain.decision.stall_s:
         keywords["stall_s"] = chain.decision.stall_s
     chain.token = graph.call_function(OFFLOAD, arguments, keywords)

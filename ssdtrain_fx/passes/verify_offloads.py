@@ -76,7 +76,7 @@ def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None)
         _verify_reload(reload, positions, marker)
     _verify_host_tier(joint, alias_sets, host)
     _verify_reload_orders(graph)
-    _verify_last(graph)
+    _verify_first(graph)
 
 
 def _verify_reload(reload: fx.Node, positions: dict[fx.Node, int], marker: int) -> None:
@@ -121,11 +121,11 @@ def _verify_reload_orders(graph: fx.Graph) -> None:
         _fail(wrong, f"is reloaded as number {offloads.index(wrong)} of {len(offloads)}, counted from 0")
 
 
-def _verify_last(graph: fx.Graph) -> None:
+def _verify_first(graph: fx.Graph) -> None:
     offloads = find(graph, OFFLOAD)
-    for node in offloads[:-1]:
-        if node.kwargs.get("last"):
-            _fail(node, f"is said to be the last offload, but {offloads[-1].name} comes after it")
+    for node in offloads[1:]:
+        if node.kwargs.get("first"):
+            _fail(node, f"is said to be the first offload, but {offloads[0].name} comes before it")
 
 
 def _offload_of(reload: fx.Node) -> fx.Node:

@@ -143,7 +143,7 @@ class Engine:
         held: bool = False,
         host: bool = False,
         reload_order: int | None = None,
-        last: bool = False,
+        first: bool = False,
         stall_s: float = 0.0,
     ) -> Owner:
         """Start moving ``x`` to the file. ``x`` must stay allocated and unwritten until :meth:`release` returns.
@@ -161,8 +161,8 @@ class Engine:
         ``reload_order`` is the turn of ``x`` among the tensors of its graph when backward reloads them, the first one
         lowest. None: unknown.
 
-        After the ``last`` tensor this run of its graph offloads nothing more. Then the memory that earlier reloads have
-        left idle goes back to the system.
+        With the ``first`` tensor of a forward the memory that reloads have left idle goes back to the system: until
+        backward nobody needs it, and activations take its place.
         """
         ledger = self._ledger
         if x.layout is not torch.strided:
@@ -175,7 +175,7 @@ class Engine:
         byte_count = span_bytes(source)
         entry = Entry(x, name, source, byte_count, lane)
         entry.host, entry.reload_order = host and lane.has_host_tier, reload_order
-        if last:  # the end of forward is near, and perhaps the peak
+        if first:
             lane.release_idle()
         if lane.writes_from_source(entry):
             entry.cut_at_pages()

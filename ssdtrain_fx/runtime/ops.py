@@ -13,7 +13,7 @@ recycled. ``stride`` of ``offload`` is a record for readers of the graph; the ru
 of the tensor that was offloaded. ``out_s`` and ``back_s`` say how many seconds lie between ``offload`` and ``release``,
 and between ``reload`` and ``wait``, by the plan: what the disk cannot do in that time stays in memory. ``stall_s`` says
 how much of it the plan waits. ``host`` says that a CUDA tensor is to stay in pinned host memory, ``reload_order`` when
-backward reloads it, compared with the other tensors of its graph, and ``last`` that forward offloads nothing more;
+backward reloads it, compared with the other tensors of its graph, and ``first`` that it is the first of a forward;
 ``idle_bytes`` says how much memory of earlier reloads may lie idle until the next reload. See
 :meth:`ssdtrain_fx.runtime.engine.Engine.offload` and ``reload``.
 
@@ -52,7 +52,7 @@ _tags = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagrap
 _library = torch.library.Library("ssdtrain", "DEF")
 _library.define(
     "offload(Tensor x, SymInt[] stride, str name, str engine, float? out_s=None, float? back_s=None, "
-    "str link='', bool held=False, bool host=False, int? reload_order=None, bool last=False, float stall_s=0.0) "
+    "str link='', bool held=False, bool host=False, int? reload_order=None, bool first=False, float stall_s=0.0) "
     "-> Tensor",
     tags=_tags,
 )
@@ -78,7 +78,7 @@ def offload(
     held: bool = False,
     host: bool = False,
     reload_order: int | None = None,
-    last: bool = False,
+    first: bool = False,
     stall_s: float = 0.0,
 ) -> Owner:
     """The op for code that knows of no dispatcher; the owner takes the place of the token."""
@@ -91,7 +91,7 @@ def offload(
         held=held,
         host=host,
         reload_order=reload_order,
-        last=last,
+        first=first,
         stall_s=stall_s,
     )
 

@@ -116,7 +116,7 @@ def test_after() -> None:
         """\
 ...
  mm: f32[4, 8] = mm(primals_1, primals_2)
-+offload_default: i64[1] = offload(mm, [], 'mm', '{}', 3.0, 2.0, last=True)
++offload_default: i64[1] = offload(mm, [], 'mm', '{}', 3.0, 2.0, first=True)
  sigmoid: f32[4, 8] = sigmoid(mm)
 ...
  mul: f32[4, 8] = mul(mm, sigmoid)

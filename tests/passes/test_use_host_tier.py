@@ -190,12 +190,12 @@ def test_the_ops_say_what_stays_and_when_it_comes_back() -> None:
     assert_same_bits(step.run(joint), step.run())
 
 
-def test_ops_for_a_cpu_are_told_only_which_is_the_last() -> None:
+def test_ops_for_a_cpu_are_told_only_which_is_the_first() -> None:
     analysis = analyse(capture_toy("deep", partition=save_all), min_tensor_bytes=2048)
     joint = analysis.rewrite(analysis.plan(policy="all", disk=1e9))
-    *others, last = (node.kwargs for node in calls(joint.graph, OFFLOAD))
+    first, *others = (node.kwargs for node in calls(joint.graph, OFFLOAD))
     assert others == [{}] * len(others)
-    assert last == {"last": True}
+    assert first == {"first": True}
 
 
 # Where there is one

@@ -345,9 +345,9 @@ def good_with_host() -> ScheduledJointGraph:
     analysis = analyse(capture_step(function, torch.randn(8, 8, requires_grad=True)))
     joint = analysis.rewrite(analysis.plan(disk=256, host_bytes=512))
     assert [node.kwargs for node in find(joint.graph, OFFLOAD)] == [
-        {"reload_order": 2},
+        {"reload_order": 2, "first": True},
         {"host": True, "reload_order": 1},
-        {"host": True, "reload_order": 0, "last": True},
+        {"host": True, "reload_order": 0},
     ]
     return joint
 
@@ -388,9 +388,9 @@ def test_a_reload_has_another_turn_than_said(turn: int, orders: tuple[int | None
     assert_refused(joint, wrong, message, HostTier(budget_bytes=512))
 
 
-def test_an_offload_is_said_to_be_the_last_and_is_not() -> None:
+def test_an_offload_is_said_to_be_the_first_and_is_not() -> None:
     joint = good_with_host()
     offloads = find(joint.graph, OFFLOAD)
-    offloads[0].update_kwarg("last", True)
-    message = f"is said to be the last offload, but {offloads[-1].name} comes after it"
-    assert_refused(joint, offloads[0], message, HostTier(budget_bytes=1 << 20))
+    offloads[1].update_kwarg("first", True)
+    message = f"is said to be the first offload, but {offloads[0].name} comes before it"
+    assert_refused(joint, offloads[1], message, HostTier(budget_bytes=1 << 20))

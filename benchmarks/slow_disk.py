@@ -14,7 +14,9 @@ else the machine does cancels out:
 "predicted" is what the plan promises: of the step, to be compared with the ratio, both relative to plain Inductor; and
 of the stalls, to be compared with what the engine counted, in the median step. How long a step gives the disk decides
 what has to be waited for, and a roofline knows nothing of cold caches or page faults: so the plans are made for a
-machine that takes as long for the step as plain Inductor took in three steps in front of the first round.
+machine that takes as long for the step as plain Inductor took in three steps in front of the first round. What the
+machine does later changes that again: "off by" is the median difference between the stalls of a step and those that
+the simulation predicts for what this very step computed, as a share of the step.
 
 A ratio is the median of the ratios within the rounds, the first ones not counted: they compile, and show the engine
 what the disk does. Exit code 1 if losses or gradients are not those of plain Inductor, to the bit.
@@ -23,6 +25,7 @@ what the disk does. Exit code 1 if losses or gradients are not those of plain In
 from __future__ import annotations
 
 import argparse
+import collections
 import copy
 import dataclasses
 import statistics
@@ -39,8 +42,11 @@ from torch import Tensor, nn
 
 from ssdtrain_fx import OffloadConfig, Statistics, backend, explain, zoo
 from ssdtrain_fx.hardware import Channel, Hardware
-from ssdtrain_fx.passes.plan import Plan
+from ssdtrain_fx.passes.plan import Offload
+from ssdtrain_fx.passes.simulate import simulate
+from ssdtrain_fx.passes.transfer_problem import Movable, Placement
 from ssdtrain_fx.probe import load_hardware
+from ssdtrain_fx.report.graph_report import GraphReport
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.aio import WRITE, KernelAio
 from ssdtrain_fx.runtime.config import EngineConfig
@@ -164,8 +170,8 @@ class Runner:
     variant: Variant
     model: nn.Module
     compiled: Callable[..., Tensor]
-    plans: Sequence[Plan]
-    """Empty where they were made for another disk."""
+    graphs: Sequence[GraphReport]
+    """Their plans; empty where they were made for another disk."""
     step_s: list[float] = dataclasses.field(default_factory=list[float])
     stall_s: list[float] = dataclasses.field(default_factory=list[float])
     """Of every step."""
@@ -175,13 +181,26 @@ class Runner:
     @property
     def predicted(self) -> str:
         """Step time relative to plain Inductor."""
-        if not self.plans:
+        if not self.graphs:
             return "-"
-        return f"{1 + sum(plan.exposed_s for plan in self.plans) / sum(plan.step_s for plan in self.plans):.3f}"
+        plans = [graph.plan for graph in self.graphs]
+        return f"{1 + sum(plan.exposed_s for plan in plans) / sum(plan.step_s for plan in plans):.3f}"
 
     @property
     def predicted_stall(self) -> str:
-        return f"{1e3 * sum(plan.stall_s for plan in self.plans):,.0f} ms" if self.plans else "-"
+        return f"{1e3 * sum(graph.plan.stall_s for graph in self.graphs):,.0f} ms" if self.graphs else "-"
+
+    @property
+    def off_by(self) -> str:
+        """What the simulation predicts of the stalls of a step, given what the step computed."""
+        if not self.graphs:
+            return "-"
+        planned_s = sum(graph.plan.step_s + graph.plan.exposed_s - graph.plan.stall_s for graph in self.graphs)
+        shares = [
+            abs(stall_s - sum(stall_at(graph, (step_s - stall_s) / planned_s) for graph in self.graphs)) / step_s
+            for step_s, stall_s in zip(self.step_s[WARM_UP_ROUNDS:], self.stall_s[WARM_UP_ROUNDS:], strict=True)
+        ]
+        return f"{statistics.median(shares):.1%}"
 
     def step(self, batch: Sequence[Tensor], seed: int) -> list[Tensor]:
         """Loss and gradients."""
@@ -197,6 +216,22 @@ class Runner:
         self.done = ops.statistics().since(before)
         self.stall_s.append(self.done.stall_s)
         return [loss.detach(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
+
+
+def stall_at(graph: GraphReport, times: float) -> float:
+    """The stalls of the plan of ``graph`` where computing takes so many ``times`` as long as planned."""
+    problem = dataclasses.replace(graph.problem, node_s=tuple(times * node_s for node_s in graph.problem.node_s))
+    waiting = collections.defaultdict[tuple[int, int, int], list[Movable]](list)
+    for movable in problem.movables:
+        waiting[movable.complete, movable.wait, movable.size_bytes].append(movable)
+    placements: dict[int, Placement] = {}
+    for storage in graph.plan.offloaded:
+        decision = storage.decision
+        assert isinstance(decision, Offload)
+        # Which one of several that stand at the same places and have the same size makes no difference.
+        movable = waiting[decision.offload, decision.wait, storage.size_bytes].pop(0)
+        placements[movable.idx] = Placement(decision.release, decision.reload, decision.tier)
+    return simulate(problem, placements).stall_s
 
 
 def on_slow_disk(hardware: Hardware, slower: float) -> Hardware:
@@ -234,11 +269,11 @@ def calibrate(runner: Runner, hardware: Hardware, config: OffloadConfig, batches
     return statistics.median(counted) / roofline_s
 
 
-def make_plans(variant: Variant, model: nn.Module, batch: Sequence[Tensor]) -> list[Plan]:
+def make_plans(variant: Variant, model: nn.Module, batch: Sequence[Tensor]) -> Sequence[GraphReport]:
     """Those that come true on the disk of ``variant``."""
     if variant.config is None or not variant.planned:
         return []
-    return [graph.plan for graph in explain(model, *batch, config=variant.config).graphs]
+    return explain(model, *batch, config=variant.config).graphs
 
 
 def slow_engines(variants: Sequence[Variant], hardware: Hardware, slower: float) -> Engines:
@@ -267,7 +302,7 @@ def slow_engines(variants: Sequence[Variant], hardware: Hardware, slower: float)
 def render_table(runners: Sequence[Runner], title: str) -> Table:
     base = runners[0].step_s[WARM_UP_ROUNDS:]
     table = Table(title=title)
-    for column in ("", "step (median)", "ratio", "predicted", "moved", "stayed", "stalls", "predicted"):
+    for column in ("", "step (median)", "ratio", "predicted", "moved", "stayed", "stalls", "predicted", "off by"):
         table.add_column(column, justify="left" if not column else "right")
     for runner in runners:
         step_s = runner.step_s[WARM_UP_ROUNDS:]
@@ -280,6 +315,7 @@ def render_table(runners: Sequence[Runner], title: str) -> Table:
             format_bytes(runner.done.kept_for_time_bytes),
             f"{1e3 * statistics.median(runner.stall_s[WARM_UP_ROUNDS:]):,.0f} ms",
             runner.predicted_stall,
+            runner.off_by,
         )
     return table
 

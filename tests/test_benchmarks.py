@@ -1,5 +1,6 @@
 """The programs in ``benchmarks/`` run and say what they measured. Their figures are looked at by people only."""
 
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -14,6 +15,7 @@ from steps import FAST_DISK
 
 import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig, zoo
+from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.runtime.aio import AioUnavailableError, KernelAio
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -73,6 +75,18 @@ def test_rivals_at_equal_peak_and_at_equal_time(load: Callable[[str], ModuleType
     assert rivals.smallest_within(ours, 1.2) is small
     assert rivals.smallest_within(ours, 1.05) is fast
     assert rivals.smallest_within(ours, 1.0) is None
+
+
+def test_stalls_of_a_plan_at_other_speeds_of_computing(load: Callable[[str], ModuleType]) -> None:
+    """At the planned one they are the planned stalls; the longer a step computes, the less it waits."""
+    slow = Channel(bytes_per_s=2e7)
+    hardware = dataclasses.replace(FAST_DISK, write=slow, read=slow)
+    model, make_batch = zoo.build("gpt2", layers=2, hidden=128, batch=8, sequence=64, vocab=512)
+    config = OffloadConfig(policy="all", min_tensor_bytes=0, hardware=hardware)
+    (graph,) = ssdtrain_fx.explain(model, *make_batch(torch.Generator().manual_seed(0)), config=config).graphs
+    at = [load("slow_disk").stall_at(graph, times) for times in (1.0, 2.0, 1e6)]
+    assert at[0] == pytest.approx(graph.plan.stall_s)
+    assert at[0] > at[1] > at[2]
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gpt2", 4), ("bert", 4), ("t5", 6), ("llama", 4)])

@@ -127,6 +127,7 @@ def render_table(results: Sequence[Result]) -> Table:
             lambda result: f"{result.peak_bytes / max(1, whole.peak_bytes):.3f}",
             end_section=True,
         )
+    add_row("page faults, last step", lambda result: f"{result.timed[-1].page_faults:,}")
     add_row("written to SSD, last step", lambda result: format_bytes(_last(result).bytes_written))
     add_row("read from SSD, last step", lambda result: format_bytes(_last(result).bytes_read))
     add_row("kept to save time", lambda result: format_bytes(_last(result).kept_for_time_bytes))
@@ -183,6 +184,7 @@ def to_json(results: Sequence[Result], directories: Sequence[str]) -> dict[str, 
                 "process_bytes_before_step": result.sampled[-1].start_bytes,
                 "equal_to_inductor": result.equals(find_base(result, results)),
                 "step_ms": [step.duration_ms for step in result.timed],
+                "page_faults": [step.page_faults for step in result.timed],
                 "losses_hex": [step.loss_hex for step in result.timed],
                 "gradients_sha256": [step.gradients for step in result.timed],
                 "statistics_last_step": dataclasses.asdict(result.timed[-1].statistics),

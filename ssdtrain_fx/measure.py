@@ -24,6 +24,7 @@ import hashlib
 import json
 import math
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -125,6 +126,8 @@ class Step:
     """Highest memory during the step, minus `start_bytes`."""
     samples: list[tuple[float, int]]
     """(ms since the step began, bytes over `start_bytes`)."""
+    page_faults: int
+    """Pages that the process touched for the first time: of 4 KiB, unless they are huge."""
     statistics: Statistics
     """What the engine did in this step; all zero for a variant that does not offload."""
 
@@ -311,12 +314,14 @@ class _Trainer:
         probe = _MemoryProbe(run.device, before.staging_bytes + before.idle_bytes) if run.measure == "memory" else None
         _synchronize(run.device)
         with probe or contextlib.nullcontext():
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             began_s = time.perf_counter()
             loss = self._compiled(*batch)
             loss.backward()
             self._optimizer.step()
             _synchronize(run.device)
             duration_s = time.perf_counter() - began_s
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
         moved = self._statistics().since(before)
         return Step(
             index=index,
@@ -326,6 +331,7 @@ class _Trainer:
             start_bytes=probe.start_bytes if probe else 0,
             peak_bytes=probe.peak_bytes if probe else 0,
             samples=probe.samples if probe else [],
+            page_faults=faults,
             statistics=moved,
         )
 

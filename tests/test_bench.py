@@ -49,6 +49,7 @@ class FakeWorker:
             start_bytes=7,
             peak_bytes=PEAK_BYTES[variant] * (10 if index == 0 else 1),
             samples=[],
+            page_faults=1000 if index == 0 else 10,
             statistics=Statistics(bytes_written=64 if variant == "ssdtrain" else 0),
         )
 
@@ -90,6 +91,7 @@ def test_every_variant_is_timed_first_and_then_sampled_and_compared_with_inducto
     assert results["ssdtrain"]["equal_to_inductor"] is True
     assert results["ssdtrain"]["statistics_last_step"]["bytes_written"] == 64
     assert results["checkpoint"]["step_ms"] == [1300.0, 130.0, 130.0, 130.0]
+    assert results["checkpoint"]["page_faults"] == [1000, 10, 10, 10]
     assert set(written) == {"date", "machine", "python", "torch", "results"}
 
 
@@ -187,3 +189,4 @@ def test_a_real_run_is_equal_to_the_bit_and_moves_bytes(tmp_path: Path) -> None:
     assert plain["losses_hex"] == offloading["losses_hex"]
     assert plain["gradients_sha256"] == offloading["gradients_sha256"]
     assert offloading["statistics_last_step"]["offloads"] > 0
+    assert plain["page_faults"][0] > 1000  # the first step compiles

@@ -450,10 +450,6 @@ class AioLane(Lane):
         self._trace("read", chunk, transfer.began_ns, failure, asynchronous=True)
         self._read_is_over(fill, chunk)
 
-    def _read_is_over(self, fill: Fill, chunk: Chunk) -> None:
-        fill.unissued -= 1
-        self._finish_read(fill, chunk, None)
-
     def _abandon(self, transfer: _Transfer) -> None:
         """Its entry is dead and it has not begun."""
         if transfer.fill is not None:

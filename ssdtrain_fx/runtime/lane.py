@@ -148,6 +148,16 @@ class Lane(abc.ABC):
         if trace is not None:
             trace.add_levels(staging_bytes=self.pool.used_bytes, in_flight_bytes=self._ledger.counters.in_flight_bytes)
 
+    def drop_waiting(self, chunk: Chunk) -> None:
+        """The reads that wait for ``chunk`` to leave its tensor, which it never will, are over. Needs the lock."""
+        while chunk.waiting_fills:
+            self._read_is_over(chunk.waiting_fills.pop(), chunk)
+
+    def _read_is_over(self, fill: Fill, chunk: Chunk) -> None:
+        """``chunk`` has come back without a staging buffer, or nobody wants it."""
+        fill.unissued -= 1
+        self._finish_read(fill, chunk, None)
+
     def _finish_read(self, fill: Fill, chunk: Chunk, buffer: StagingBuffer | None) -> None:
         if buffer is not None:
             self.pool.drop_user(buffer)

@@ -357,6 +357,7 @@ class Ledger:
                 if chunk.state is ChunkState.SOURCE:
                     self.source_is_safe(chunk)
                     self.cancel(chunk)
+                    entry.lane.drop_waiting(chunk)
             entry.dead = True
             if entry.ahead is not None:
                 self.drop_ahead(entry)

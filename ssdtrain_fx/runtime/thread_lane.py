@@ -234,8 +234,7 @@ class ThreadLane(Lane):
             fill, chunk = self._reads[0]
             if fill.entry.dead:
                 self._reads.popleft()
-                fill.unissued -= 1
-                self._finish_read(fill, chunk, None)
+                self._read_is_over(fill, chunk)
                 continue
             target = fill.target
             assert target is not None

@@ -47,6 +47,22 @@ def test_a_failed_write_loses_nothing(
         assert f"cannot write to /nowhere/(fake file) (errno {number}: {os.strerror(number)})" in warnings[0]
 
 
+@pytest.mark.parametrize("file", ["threads"], indirect=True)
+def test_a_reload_that_waits_for_what_is_never_copied_ends(file: MemoryFile, tmp_path: Path) -> None:
+    """1. the second half of a tensor finds no staging buffer, 2. a reload waits for it, 3. nobody wants it any more."""
+    with engine_on(file, str(tmp_path), host_budget_bytes=2 * 4096, io_timeout_s=5.0) as engine:
+        file.writes_may_go_on.clear()
+        token = offload(engine, ORIGINALS[0].clone(), late=True)
+        file.write_begun.acquire()
+        y = engine.reload(token, ORIGINALS[0].size(), ORIGINALS[0].stride(), torch.int64, torch.device("cpu"))
+        del token, y
+        gc.collect()
+        file.writes_may_go_on.set()
+        engine.wait_until_idle()
+        assert engine.statistics().cancelled_bytes == ORIGINALS[0].nbytes // 2
+        assert engine.statistics().slots_in_use == 0
+
+
 def test_a_write_that_fails_while_the_tensor_is_being_reloaded(file: MemoryFile, tmp_path: Path) -> None:
     """1. write held, 2. reload, which is served from staging, 3. the write fails, 4. another reload."""
     file.write_error = lambda index: OSError(errno.EIO, "I/O error")

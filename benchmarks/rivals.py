@@ -117,14 +117,13 @@ def render(points: Sequence[Point], title: str) -> Table:
         table.add_column(name, justify="left" if not name else "right")
     for point in points:
         fastest = smallest = None
-        interval = point.time_ratio_interval
         if point.variant != "ssdtrain":
             fastest, smallest = fastest_within(ours, point.peak_ratio), smallest_within(ours, point.time_ratio)
         table.add_row(
             point.label,
             f"{point.peak_ratio:.3f}",
             f"{point.time_ratio:.3f}",
-            f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else "-",
+            bench.format_interval(point.time_ratio_interval),
             "equal" if point.equal_bits else "different",
             f"{fastest.time_ratio:.3f} ({fastest.setting})" if fastest else "-",
             f"{smallest.peak_ratio:.3f} ({smallest.setting})" if smallest else "-",

@@ -230,7 +230,7 @@ def stall_at(graph: GraphReport, times: float) -> float:
         assert isinstance(decision, Offload)
         # Which one of several that stand at the same places and have the same size makes no difference.
         movable = waiting[decision.offload, decision.wait, storage.size_bytes].pop(0)
-        placements[movable.idx] = Placement(decision.release, decision.reload, decision.tier)
+        placements[movable.idx] = decision.placement
     return simulate(problem, placements).stall_s
 
 

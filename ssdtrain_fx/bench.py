@@ -112,7 +112,11 @@ def render_table(results: Sequence[Result]) -> Table:
         f"ratio to {base.run.variant}",
         lambda result: f"{median_ratio(result.timed, base.timed):.3f}",
     )
-    add_row(f"{CONFIDENCE:.0%} sure", lambda result: _range(result, base), end_section=True)
+    add_row(
+        f"{CONFIDENCE:.0%} sure",
+        lambda result: format_interval(None if result is base else median_ratio_interval(result.timed, base.timed)),
+        end_section=True,
+    )
     add_row("peak memory of a step", lambda result: format_bytes(result.peak_bytes))
     add_row(
         f"ratio to {base.run.variant}",
@@ -142,9 +146,8 @@ def find_base(result: Result, results: Sequence[Result]) -> Result:
     return next(one for one in results if one.run.variant == BASE and one.run.regional == result.run.regional)
 
 
-def _range(result: Result, base: Result) -> str:
-    """Of the ratio of their step times."""
-    interval = None if result is base else median_ratio_interval(result.timed, base.timed)
+def format_interval(interval: tuple[float, float] | None) -> str:
+    """As ``0.980 to 1.020``; ``-`` where there is none."""
     return "-" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
 
 

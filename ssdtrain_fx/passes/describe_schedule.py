@@ -24,7 +24,7 @@ from ssdtrain_fx.passes.op_targets import OFFLOAD, OPS, WAIT
 from ssdtrain_fx.passes.plan import Offload, Plan
 from ssdtrain_fx.passes.simulate import Simulation, simulate
 from ssdtrain_fx.passes.source_lines import source_line
-from ssdtrain_fx.passes.transfer_problem import Placement, TransferProblem
+from ssdtrain_fx.passes.transfer_problem import TransferProblem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,9 +136,7 @@ class ScheduleDescriber:
         """
         self._problem = problem
         self._placements = {
-            one.name: Placement(one.decision.release, one.decision.reload, one.decision.tier)
-            for one in plan.storages
-            if isinstance(one.decision, Offload)
+            one.name: one.decision.placement for one in plan.storages if isinstance(one.decision, Offload)
         }
         self._name_of_first = _name_firsts(before)
         self._before = describe_analysis(before)

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from typing import Any, Literal
 
-from ssdtrain_fx.passes.transfer_problem import Tier
+from ssdtrain_fx.passes.transfer_problem import Placement, Tier
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +42,11 @@ class Offload:
     """Of both, what the compute stream waits: the runtime allows as much, and little more."""
     idle_bytes: int | None = None
     """How much memory of earlier reloads may lie idle from this one to the next, without a higher peak. None: any."""
+
+    @property
+    def placement(self) -> Placement:
+        """What of it the simulation asks for."""
+        return Placement(self.release, self.reload, self.tier)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ else the machine does cancels out:
     slower              the slow disk with the plan for the fast one; what would hold up the step stays in memory
     slower, all moved   the same, but what was planned is moved, whatever it costs
 
+Where the disk is the one of the plan, everything is moved as planned: a prediction can come true or not.
+
 "predicted" is what the plan promises: of the step, to be compared with the ratio, both relative to plain Inductor; and
 of the stalls, to be compared with what the engine counted, in the median step. How long a step gives the disk decides
 what has to be waited for, and a roofline knows nothing of cold caches or page faults: so the plans are made for a
@@ -251,8 +253,8 @@ def variants_of(config: OffloadConfig, hardware: Hardware, slower: float) -> lis
         for number, planned_for in enumerate((hardware, on_slow_disk(hardware, slower), hardware, hardware))
     ]
     return [
-        Variant(name=names[0], config=configs[0], planned=True),
-        Variant(name=names[1], config=configs[1], planned=True, slow=True),
+        Variant(name=names[0], config=configs[0], planned=True, admission=False),
+        Variant(name=names[1], config=configs[1], planned=True, slow=True, admission=False),
         Variant(name=names[2], config=configs[2], slow=True),
         Variant(name=names[3], config=configs[3], slow=True, admission=False),
     ]

@@ -42,7 +42,7 @@ from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.runtime.graph_runs import GraphRuns
-from ssdtrain_fx.runtime.heap import HEAP_BELOW_BYTES, keep_freed_memory
+from ssdtrain_fx.runtime.heap import prepare_heap
 from ssdtrain_fx.runtime.held_tensors import HeldTensors
 from ssdtrain_fx.runtime.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
 from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover
@@ -570,7 +570,7 @@ class Engine:
                 return KvikioLane(self._ledger, kvikio, KvikioMover(self._cuda), drive_count)
         tensor_memory = None
         if device_type == "cpu":
-            tensor_memory = TensorMemory(heap_below_bytes=HEAP_BELOW_BYTES if keep_freed_memory() else 0)
+            tensor_memory = TensorMemory(heap_below_bytes=prepare_heap())
         mover = CpuMover() if device_type == "cpu" else CudaMover(self._cuda)
         budget_bytes = self.config.host_budget_bytes
         if budget_bytes is None:

@@ -6,7 +6,8 @@ than without offloading, 2 percent of a GPT-2 step (2 cores, 2026-11-21).
 
 Guarantees:
 
-* Who has set one of the heap's own variables keeps what was set.
+* Who has set what the heap keeps, or which tensors have mappings of their own, keeps what was set. Tensors that come
+  back lie on that heap too: where it gives freed memory back at once, they do not hold on to any either.
 * The heap holds what it held at its peak. Where twice :data:`KEPT_BYTES` at its end are free, all but
   :data:`KEPT_BYTES` still goes back.
 """
@@ -29,21 +30,31 @@ _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
 
 
+_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_")
+_TUNABLES = ("mmap_threshold", "mmap_max", "top_pad", "trim_threshold")
+
+
 @functools.cache
-def keep_freed_memory() -> bool:
-    """Let the heap of this process keep what tensors leave. False where it is not glibc's, or is set up already."""
-    if platform.libc_ver()[0] != "glibc" or _is_set_up(os.environ):
-        return False
+def prepare_heap() -> int:
+    """Let the heap of this process keep what tensors leave, unless it is set up already.
+
+    Returns the size below which tensors are best off on it; 0 where it is not glibc's.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return 0
+    if _is_set_up(os.environ):
+        return HEAP_BELOW_BYTES
     mallopt = ctypes.CDLL(None)["mallopt"]
     settings = (
         (_M_MMAP_THRESHOLD, HEAP_BELOW_BYTES),
         (_M_TOP_PAD, KEPT_BYTES),  # what is left when the end is given back; of address space, what is taken at a time
         (_M_TRIM_THRESHOLD, 2 * KEPT_BYTES),
     )
-    return all(bool(mallopt(name, value)) for name, value in settings)
+    return HEAP_BELOW_BYTES if all(mallopt(name, value) for name, value in settings) else 0
 
 
 def _is_set_up(environment: Mapping[str, str]) -> bool:
-    return "glibc.malloc" in environment.get("GLIBC_TUNABLES", "") or any(
-        name.startswith("MALLOC_") and name.endswith("_") for name in environment
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    return any(name in environment for name in _VARIABLES) or any(
+        f"glibc.malloc.{name}=" in tunables for name in _TUNABLES
     )

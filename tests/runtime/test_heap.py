@@ -133,7 +133,9 @@ def test_a_system_without_huge_pages_is_left_alone(tmp_path: Path, setting: str 
     [
         ({}, False),
         ({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=on"}, False),
-        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1"}, True),
+        ({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=on:glibc.malloc.trim_threshold=1"}, True),
+        ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, False),  # says nothing about what is kept
+        ({"MALLOC_ARENA_MAX": "2"}, False),
         ({"MALLOC_TRIM_THRESHOLD_": "1"}, True),
         ({"MALLOC_MMAP_THRESHOLD_": "1"}, True),
         ({"MALLOC_CONF": "thp:always"}, False),  # of another heap
@@ -145,15 +147,15 @@ def test_what_the_user_set_stays(environment: dict[str, str], expected: bool) ->
 
 KEEPS = """
 import ctypes, platform, resource
-from ssdtrain_fx.runtime.heap import keep_freed_memory
+from ssdtrain_fx.runtime.heap import HEAP_BELOW_BYTES, prepare_heap
 import torch
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     tensors = [torch.ones(3 << 20) for _ in range(8)]
     del tensors
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-kept = keep_freed_memory()
-assert kept == (platform.libc_ver()[0] == "glibc"), kept
+kept = prepare_heap()
+assert kept == (HEAP_BELOW_BYTES if platform.libc_ver()[0] == "glibc" else 0), kept
 for _ in range(4):  # until it has found its size
     last = faults()
 assert not kept or last < 1000, "96 MiB were given back: 24,576 pages"

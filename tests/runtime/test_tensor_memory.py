@@ -157,11 +157,11 @@ def test_holes_go_back_to_the_system_too() -> None:
 
 
 @pytest.fixture
-def heap_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "keep_freed_memory", lambda: False)
+def no_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "prepare_heap", lambda: 0)
 
 
-@pytest.mark.usefixtures("heap_keeps_nothing")
+@pytest.mark.usefixtures("no_heap")
 @pytest.mark.parametrize("io", ["posix", "aio"])
 def test_reload_memory_lies_idle_until_the_next_forward_begins(ssd_dir: str, io: IOPath) -> None:
     """Several backwards may follow one another; what forward saves takes its place."""
@@ -180,7 +180,7 @@ def test_reload_memory_lies_idle_until_the_next_forward_begins(ssd_dir: str, io:
 
 @pytest.mark.parametrize("io", ["posix", "aio"])
 def test_reloads_take_what_the_heap_keeps(ssd_dir: str, io: IOPath, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(engine_module, "prepare_heap", lambda: 32 * MIB)
     with Engine(EngineConfig(ssd_dir=ssd_dir, io=io)) as engine:
         x = torch.randn(MIB)
         for _ in range(3):
@@ -199,7 +199,7 @@ def test_asking_for_aio_is_enough_to_get_it(ssd_dir: str) -> None:
             assert engine.statistics().io_path == "posix O_DIRECT, native AIO"
 
 
-@pytest.mark.usefixtures("heap_keeps_nothing")
+@pytest.mark.usefixtures("no_heap")
 @pytest.mark.parametrize("io", ["posix", "aio"])
 def test_a_reload_near_the_peak_leaves_little_idle(ssd_dir: str, io: IOPath) -> None:
     with Engine(EngineConfig(ssd_dir=ssd_dir, io=io)) as engine:

@@ -4,9 +4,9 @@ Why huge pages: direct I/O pins every page it reads into, and 512 small ones cos
 (figures in :mod:`ssdtrain_fx.runtime.staging`). Why used again: the first touch of fresh memory is as dear as a copy,
 and dearer by far where the host of a virtual machine has taken freed memory away.
 
-Where the heap of the C library keeps what activations leave (:mod:`ssdtrain_fx.runtime.heap`), tensors come from it:
+Where the heap is glibc's, it keeps what activations leave (:mod:`ssdtrain_fx.runtime.heap`), and tensors come from it:
 what backward has freed is what the next reload takes, and nothing lies idle for reloads alone. Larger tensors, and all
-where the heap keeps nothing, come from ranges of addresses that are held here. One range serves tensors of all sizes:
+where the heap is another one, come from ranges of addresses that are held here. One range serves tensors of all sizes:
 kept apart by size, what one layer needs lies idle beside what the next one needs.
 
 Guarantees:
@@ -147,16 +147,20 @@ class TensorMemory:
         array_type = self._array_types.get(byte_count)
         if array_type is None:
             array_type = self._array_types[byte_count] = ctypes.c_char * byte_count
+        left_bytes = self._idle_limit_bytes if idle_bytes is None else idle_bytes
         if self.uses_heap(byte_count):
+            if self._segments:
+                with self._lock:
+                    self._collect()
+                    self._trim(left_bytes)
             heap = torch.UntypedStorage(byte_count + HEAP_SPARE_BYTES)  # no tensor: torch may be told to fill these
             array: Any = array_type.from_address(round_up(heap.data_ptr()) + skip_bytes)
             array.lease = heap
         else:
             with self._lock:
-                if self._returned:
-                    self._collect()
+                self._collect()
                 segment, slot = self._take(skip_bytes + byte_count)
-                self._trim(self._idle_limit_bytes if idle_bytes is None else idle_bytes)
+                self._trim(left_bytes)
                 self._may_hold_idle = True
             array = segment.array(array_type, slot, skip_bytes)
             array.lease = _Lease(segment, slot, self._returned)

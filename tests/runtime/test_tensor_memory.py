@@ -146,6 +146,16 @@ def test_an_allocation_may_allow_less_to_lie_idle() -> None:
     assert memory.idle_bytes == 16 * MIB, "the limit was for one allocation"
 
 
+def test_a_tensor_on_the_heap_leaves_little_idle_too() -> None:
+    memory = TensorMemory(heap_below_bytes=2 * MIB)
+    large = allocate(memory, 4 * MIB)
+    del large
+    assert memory.idle_bytes == 4 * MIB
+    small = memory.allocate([MIB // 4], [1], torch.float32, MIB, idle_bytes=0)
+    assert memory.uses_heap(small.nbytes)
+    assert memory.idle_bytes == 0
+
+
 def test_holes_go_back_to_the_system_too() -> None:
     memory = TensorMemory()
     first, hole, last = (allocate(memory, 4 * MIB).fill_(1.0) for _ in range(3))

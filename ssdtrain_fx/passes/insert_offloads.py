@@ -89,8 +89,7 @@ def insert_offloads(
             decisions[storage.name] = storage.decision
     positions = joint.positions()
     nodes = list(joint.graph.nodes)
-    steps: list[tuple[int, Step, int, _Chain]] = []
-    """Position, what stands there, and the turn at one position: of reloads, what is waited for first goes first."""
+    steps: list[tuple[int, Step, _Chain]] = []
     for name, candidate in sources.items():
         decision = decisions.get(name)
         if decision is None:
@@ -100,23 +99,23 @@ def insert_offloads(
         release = Step.RELEASE_AT_ONCE if decision.release == decision.offload else Step.RELEASE
         reload = Step.RELOAD_AT_ONCE if decision.reload == decision.wait else Step.RELOAD
         steps += [
-            (decision.offload, Step.OFFLOAD, 0, chain),
-            (decision.release, release, 0, chain),
-            (decision.reload, reload, decision.wait, chain),
-            (decision.wait, Step.WAIT, 0, chain),
+            (decision.offload, Step.OFFLOAD, chain),
+            (decision.release, release, chain),
+            (decision.reload, reload, chain),
+            (decision.wait, Step.WAIT, chain),
         ]
     symbols = {
         _expression(node.meta["val"]): node
         for node in joint.graph.find_nodes(op="placeholder")
         if isinstance(node.meta.get("val"), torch.SymInt)
     }
-    steps.sort(key=lambda item: item[:3])
+    steps.sort(key=lambda item: item[:2])
     if order_reloads:
-        reloaded = [chain for _, step, _, chain in steps if step in (Step.RELOAD_AT_ONCE, Step.RELOAD)]
+        reloaded = [chain for _, step, chain in steps if step in (Step.RELOAD_AT_ONCE, Step.RELOAD)]
         for order, chain in enumerate(reloaded):
             chain.reload_order = order
-    first = next((chain for _, step, _, chain in steps if step is Step.OFFLOAD), None)
-    for position, step, _, chain in steps:
+    first = next((chain for _, step, chain in steps if step is Step.OFFLOAD), None)
+    for position, step, chain in steps:
         with joint.graph.inserting_before(nodes[position]):
             if step is Step.OFFLOAD:
                 _insert_offload(joint.graph, chain, symbols, engine, link, is_first=chain is first)

@@ -1,4 +1,4 @@
-"""Ask for storages earlier, side by side, and let them go later, where that costs neither memory at the peak nor time.
+"""Ask for storages earlier, and let them go later, where that costs neither memory at the peak nor time.
 
 The planner places reads as late and releases as early as the rates of the profile allow, which is best at the peak.
 Elsewhere memory is free, and a disk that is slower than its profile for a while would stall the step for nothing::
@@ -6,10 +6,7 @@ Elsewhere memory is free, and a disk that is slower than its profile for a while
     planned    |-------- n4 |reload a| n5 |wait a| ...        read takes as long as n5, if all goes well
     reserved   |reload a| n4 -------- n5 |wait a| ...         and now it may take twice as long
 
-Between the two positions, reloads stand side by side where they can: behind a kernel that has swept the caches, an op
-takes four times as long as behind another one of its kind (reload: 233 and 57 us on 2 cores, 2026-11-22).
-
-Guarantees: the peak is no higher, nothing more is exposed, and releases keep their order.
+Guarantees: the peak is no higher, nothing more is exposed, and reads and releases keep their order.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from numpy.typing import NDArray
 
 from ssdtrain_fx.passes.place_transfers import Choice, place
 from ssdtrain_fx.passes.simulate import ROUNDING, simulate
-from ssdtrain_fx.passes.transfer_problem import Placement, Placements, TransferProblem
+from ssdtrain_fx.passes.transfer_problem import Placement, TransferProblem
 
 RESERVES = (0.25, 0.5)
 """Shares of its rate at which the SSD would still be in time, tried in this order. Guesses: hiccups of twice the time
@@ -39,14 +36,13 @@ def reserve_time(problem: TransferProblem, choice: Choice) -> Choice:
     on_host = {idx for idx, placement in choice.placements.items() if placement.tier == "host"}
     for reserve in RESERVES:
         wanted = place(problem, movables, reserve, on_host=on_host)
-        reserved = _towards(problem, choice, wanted)
-        for placements in (_side_by_side(choice.placements, reserved), reserved):
-            simulation = simulate(problem, placements)
-            if (
-                simulation.peak_bytes <= choice.peak_bytes
-                and simulation.exposed_s <= choice.simulation.exposed_s + ROUNDING * problem.step_s
-            ):
-                return dataclasses.replace(choice, placements=placements, simulation=simulation)
+        placements = _towards(problem, choice, wanted)
+        simulation = simulate(problem, placements)
+        if (
+            simulation.peak_bytes <= choice.peak_bytes
+            and simulation.exposed_s <= choice.simulation.exposed_s + ROUNDING * problem.step_s
+        ):
+            return dataclasses.replace(choice, placements=placements, simulation=simulation)
     return choice
 
 
@@ -69,29 +65,6 @@ def _towards(problem: TransferProblem, choice: Choice, wanted: dict[int, Placeme
         release = _last_with_room(room_bytes, now.release, min(behind - 1, wanted[idx].release), size_bytes[idx])
         placements[idx] = dataclasses.replace(now, release=release)
         behind = min(behind, release)
-    return placements
-
-
-def _side_by_side(latest: Placements, earliest: Placements) -> dict[int, Placement]:
-    """``earliest``, with reloads moved towards ``latest`` so that they stand at as few positions as possible.
-
-    The first of all reloads that must have come, and all that may stand there too, come together: one greedy choice
-    after the other gives the fewest points that meet all intervals. Each group stands as early as its last one may.
-    """
-    placements = dict(earliest)
-    group: list[int] = []
-
-    def close_group() -> None:
-        reload = max(earliest[idx].reload for idx in group)
-        placements.update({idx: dataclasses.replace(earliest[idx], reload=reload) for idx in group})
-        group.clear()
-
-    for idx in sorted(latest, key=lambda idx: (latest[idx].reload, earliest[idx].reload, idx)):
-        if group and earliest[idx].reload > latest[group[0]].reload:
-            close_group()
-        group.append(idx)
-    if group:
-        close_group()
     return placements
 
 

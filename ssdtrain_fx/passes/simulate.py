@@ -238,18 +238,14 @@ def _events(problem: TransferProblem, placements: Placements) -> list[tuple[int,
         if placement is None:
             continue
         at_once = placement.release == movable.complete
+        needed_at_once = placement.reload == movable.wait
         events += (
             (movable.complete, Step.OFFLOAD, movable),
             (placement.release, Step.RELEASE_AT_ONCE if at_once else Step.RELEASE, movable),
+            (placement.reload, Step.RELOAD_AT_ONCE if needed_at_once else Step.RELOAD, movable),
             (movable.wait, Step.WAIT, movable),
         )
-    for movable in problem.by_wait:
-        placement = placements.get(movable.idx)
-        if placement is not None:
-            needed_at_once = placement.reload == movable.wait
-            events.append((placement.reload, Step.RELOAD_AT_ONCE if needed_at_once else Step.RELOAD, movable))
-    # The sort is stable: equal keys stay in the order of the movables, reloads in that of their waits, as
-    # insert_offloads has it.
+    # The sort is stable: equal keys stay in the order of the movables, as insert_offloads has it.
     events.sort(key=_place_in_order)
     return events
 

@@ -11,8 +11,7 @@ Time. Node p of the scheduled joint graph takes ``node_s[p]`` seconds on one com
     reload    stands at ``reload`` in ``[marker + 1, wait]``: it takes ``blocks_in_s``, then the read may begin
     wait      stands at ``wait``; the stream stalls there until the storage is back
 
-Writes run one after the other in the order of ``complete``, reads in the order of ``reload``, and of those at one
-position what is waited for first goes first.
+Writes run one after the other in the order of ``complete``, reads in the order of ``reload``.
 
 A storage of the host tier stays in staging: it has left when it is copied there, is neither written nor read, and a
 copy brings it back. Meanwhile there is less staging for the others.
@@ -102,11 +101,6 @@ class TransferProblem:
     """What recomputation has added to ``node_s``; it is exposed time, as stalls are."""
     host: HostTier | None = None
     """None: everything that leaves goes to the SSD."""
-
-    @functools.cached_property
-    def by_wait(self) -> tuple[Movable, ...]:
-        """``movables`` in the order of ``wait``; ties as they are."""
-        return tuple(sorted(self.movables, key=lambda movable: movable.wait))
 
     @functools.cached_property
     def step_s(self) -> float:

@@ -28,8 +28,6 @@ anything is set."""
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
-
-
 _VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_")
 _TUNABLES = ("mmap_threshold", "mmap_max", "top_pad", "trim_threshold")
 

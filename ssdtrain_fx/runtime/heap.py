@@ -28,8 +28,8 @@ anything is set."""
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
-_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_")
-_TUNABLES = ("mmap_threshold", "mmap_max", "top_pad", "trim_threshold")
+_SETTINGS = ("mmap_max", "mmap_threshold", "top_pad", "trim_threshold")
+"""Of glibc, as tunables; each is an environment variable too."""
 
 
 @functools.cache
@@ -53,6 +53,4 @@ def prepare_heap() -> int:
 
 def _is_set_up(environment: Mapping[str, str]) -> bool:
     tunables = environment.get("GLIBC_TUNABLES", "")
-    return any(name in environment for name in _VARIABLES) or any(
-        f"glibc.malloc.{name}=" in tunables for name in _TUNABLES
-    )
+    return any(f"MALLOC_{name.upper()}_" in environment or f"glibc.malloc.{name}=" in tunables for name in _SETTINGS)

@@ -15,7 +15,6 @@ Pure bookkeeping: no I/O, no locks. The engine calls it with its lock held.
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
 
 ALIGNMENT_BYTES = 4096
@@ -57,12 +56,6 @@ class SlotAllocator:
 
     def allocate(self, size_bytes: int) -> Slot:
         """A slot of ``size_bytes`` rounded up to the alignment."""
-        slot = self.allocate_below(size_bytes, sys.maxsize)
-        assert slot is not None
-        return slot
-
-    def allocate_below(self, size_bytes: int, limit_bytes: int) -> Slot | None:
-        """The same, if it ends at ``limit_bytes`` at most."""
         if size_bytes <= 0:
             raise ValueError(f"a slot holds at least one byte, got {size_bytes}")
         size_bytes = round_up(size_bytes)
@@ -70,16 +63,12 @@ class SlotAllocator:
             if hole.size_bytes < size_bytes:
                 continue
             slot = Slot(hole.offset_bytes, size_bytes)
-            if slot.end_bytes > limit_bytes:
-                return None
             if hole.size_bytes == size_bytes:
                 del self._free[index]
             else:
                 self._free[index] = Slot(slot.end_bytes, hole.size_bytes - size_bytes)
             return self._take(slot)
         slot = Slot(self.end_bytes, size_bytes)
-        if slot.end_bytes > limit_bytes:
-            return None
         self.end_bytes = slot.end_bytes
         return self._take(slot)
 

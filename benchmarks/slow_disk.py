@@ -16,7 +16,7 @@ Where the disk is the one of the plan, everything is moved as planned: a predict
 "predicted" is what the plan promises: of the step, to be compared with the ratio, both relative to plain Inductor; and
 of the stalls, to be compared with what the engine counted, in the median step. How long a step gives the disk decides
 what has to be waited for, and a roofline knows nothing of cold caches or page faults: so the plans are made for a
-machine that takes as long for the step as plain Inductor took in three steps in front of the first round. What the
+machine that takes as long for the step as plain Inductor took in five steps in front of the first round. What the
 machine does later changes that again: "off by" is the median difference between the stalls of a step and those that
 the simulation predicts for what this very step computed, as a share of the step.
 
@@ -55,12 +55,13 @@ from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
+from ssdtrain_fx.runtime.heap import prepare_heap
 from ssdtrain_fx.runtime.spill_file import SpillFile
 from ssdtrain_fx.runtime.traffic import Direction
 from ssdtrain_fx.units import format_bytes
 
 WARM_UP_ROUNDS = 3
-CALIBRATION_STEPS = 3
+CALIBRATION_STEPS = 5
 
 
 class SlowDisk:
@@ -305,7 +306,7 @@ def render_table(runners: Sequence[Runner], title: str) -> Table:
     base = runners[0].step_s[WARM_UP_ROUNDS:]
     table = Table(title=title)
     for column in ("", "step (median)", "ratio", "predicted", "moved", "stayed", "stalls", "predicted", "off by"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", overflow="fold")
     for runner in runners:
         step_s = runner.step_s[WARM_UP_ROUNDS:]
         table.add_row(
@@ -346,6 +347,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     chosen = parse_arguments(arguments)
+    prepare_heap()  # as the first engine will: without it the steps in front of the first round take longer
     (directory, *_) = check_directories(chosen.ssd_dir)
     hardware = load_hardware("cpu", directory)
     sizes: dict[str, Any] = {name: getattr(chosen, name) for name in ("layers", "hidden", "batch", "sequence", "vocab")}

@@ -176,7 +176,7 @@ def draw_memory(comparison: Comparison, path: Path) -> None:
         axes.fill_between(times_ms, used_mib, color=color, alpha=0.12, linewidth=0)
     what = "resident memory of the process" if comparison.run.device == "cpu" else "allocated GPU memory"
     axes.set_title(f"Memory over one training step\n{_title(comparison.run)}")
-    axes.set_xlabel("time since the step began [ms]")
+    axes.set_xlabel("time since the step began [ms]; measuring memory makes it longer")
     axes.set_ylabel(f"{what},\nover its value before the step [MiB]")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

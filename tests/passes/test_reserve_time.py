@@ -51,17 +51,17 @@ def test_what_comes_first_is_asked_for_first() -> None:
 
 
 def test_memory_is_filled_up_to_the_share_and_no_further() -> None:
-    """80 of 100 bytes may be used where less is: at position 13 it is 61, and 20 more are too many."""
-    given_problem = dataclasses.replace(
-        problem(A), fixed_live_bytes=tuple(100 if at == 9 else 61 if at == 13 else 1 for at in range(20))
-    )
-    found = reserve_time(given_problem, choice_of(given_problem, {0: Placement(release=3, reload=16)}))
-    assert ROOM_SHARE == 0.8
-    assert found.placements[0].reload == 14
-    roomy = dataclasses.replace(
-        given_problem, fixed_live_bytes=tuple(100 if at == 9 else 60 if at == 13 else 1 for at in range(20))
-    )
-    assert reserve_time(roomy, choice_of(roomy, {0: Placement(3, 16)})).placements[0].reload == 10
+    """The 20 bytes of the tensor fit where that share of 100 is not reached with them."""
+    fits = int(100 * ROOM_SHARE) - 20
+
+    def reload_if_live_at_13(live_bytes: int) -> int:
+        fixed = tuple(100 if at == 9 else live_bytes if at == 13 else 1 for at in range(20))
+        given_problem = dataclasses.replace(problem(A), fixed_live_bytes=fixed)
+        choice = choice_of(given_problem, {0: Placement(release=3, reload=16)})
+        return reserve_time(given_problem, choice).placements[0].reload
+
+    assert reload_if_live_at_13(fits + 1) == 14
+    assert reload_if_live_at_13(fits) == 10
 
 
 def test_where_the_peak_stands_nothing_is_asked_for_earlier() -> None:

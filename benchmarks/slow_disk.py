@@ -20,6 +20,9 @@ machine that takes as long for the step as plain Inductor took in five steps in 
 machine does later changes that again: "off by" is the median difference between the stalls of a step and those that
 the simulation predicts for what this very step computed, as a share of the step.
 
+All variants share one heap, so what an engine brings on huge pages does not stay there, and small pages make transfers
+slower than the profile says. Therefore the whole heap is put on huge pages, by a tunable of glibc, unless others are set.
+
 A ratio is the median of the ratios within the rounds, the first ones not counted: they compile, and show the engine
 what the disk does. Exit code 1 if losses or gradients are not those of plain Inductor, to the bit.
 """
@@ -30,6 +33,7 @@ import argparse
 import collections
 import copy
 import dataclasses
+import os
 import statistics
 import sys
 import threading
@@ -387,4 +391,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if "GLIBC_TUNABLES" not in os.environ:
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
     sys.exit(main(sys.argv[1:]))

@@ -21,7 +21,8 @@ machine does later changes that again: "off by" is the median difference between
 the simulation predicts for what this very step computed, as a share of the step.
 
 All variants share one heap, so what an engine brings on huge pages does not stay there, and small pages make transfers
-slower than the profile says. Therefore the whole heap is put on huge pages, by a tunable of glibc, unless others are set.
+slower than the profile says. Therefore the whole heap is put on huge pages, by a tunable of glibc, unless others are
+set.
 
 A ratio is the median of the ratios within the rounds, the first ones not counted: they compile, and show the engine
 what the disk does. Exit code 1 if losses or gradients are not those of plain Inductor, to the bit.

@@ -32,6 +32,7 @@ from ssdtrain_fx.dry_run import compile_to_zeros
 from ssdtrain_fx.function_names import display_name, stable_name
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.chains import find_activation_inputs
+from ssdtrain_fx.passes.fused_kernels import STORED
 from ssdtrain_fx.passes.insert_recomputations import COPY_OF
 from ssdtrain_fx.passes.joint_graph import join, split
 from ssdtrain_fx.passes.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT, find
@@ -173,7 +174,7 @@ class _CompileBothHalves:
         with contextlib.ExitStack() as stack:
             if moves or makes_again:
                 stack.enter_context(private.settings(allow_buffer_reuse=False))
-                stack.enter_context(fusing_as_planned(frozenset(OPS)))
+                stack.enter_context(fusing_as_planned(frozenset(OPS), STORED))
             code = private.compile_fx_inner(gm, example_inputs, **kwargs)
         if name_by_token:
             strides = private.offload_strides_in(code, OFFLOAD)

@@ -16,6 +16,7 @@ import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx._torch_private import functorch_config_patch
 from ssdtrain_fx.hardware import Channel
+from ssdtrain_fx.passes.store_sums import WAITS_FOR_KERNELS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -134,6 +135,39 @@ def test_the_gradient_of_a_shared_bias_computes_the_gradient_of_the_scores_once_
     kernels = re.findall(r"^ +cpp_fused(\w*)\(([^)]*)\)", backward, re.MULTILINE)
     sums = [arguments.split(", ") for name, arguments in kernels if "sum" in name and "softmax_backward" in name]
     assert sums and all(len(arguments) >= 4 for arguments in sums), kernels
+
+
+class ReadByAllLayers(nn.Module):
+    """The gradient of what all layers read is a sum with a term from each, as of what T5's encoder returns."""
+
+    def __init__(self, layers: int = 4, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(WAITS_FOR_KERNELS // 2 + 2))
+            for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor, read: Tensor) -> Tensor:
+        read = read.sin()
+        for first, *others in self.layers:
+            for linear in others:
+                x = x + torch.relu(linear(x))
+            x = x + torch.relu(first(read))
+        return x.square().mean()
+
+
+def test_a_sum_over_layers_is_stored_where_it_stands() -> None:
+    """Plain Inductor adds all four gradients up in one kernel at the end, and they live until then."""
+    model = ReadByAllLayers()
+
+    def terms_of_the_last_kernel(backend: object) -> int:
+        x, read = (torch.randn(8, 64, 32, requires_grad=True) for _ in range(2))
+        backward = generated_backward(model, x, read, backend=backend)
+        (arguments,) = re.findall(r"^ +cpp_fused\w*_cos_\w*\(([^)]*)\)", backward, re.MULTILINE)
+        return sum(argument.startswith("buf") for argument in arguments.split(", "))
+
+    assert terms_of_the_last_kernel("inductor") == 4
+    assert terms_of_the_last_kernel(EVERYTHING) == 2
 
 
 NOTHING_FITS = Channel(bytes_per_s=1.0)

@@ -14,33 +14,36 @@ __all__ = ["fusing_as_planned"]
 
 
 @contextmanager
-def fusing_as_planned(own_ops: frozenset[Any]) -> Generator[None]:
-    """Compile graphs in which kernels that only read the same are fused where the plan counts them as one.
+def fusing_as_planned(own_ops: frozenset[Any], stored: str) -> Generator[None]:
+    """Compile graphs in which kernels are fused only where the plan counts them as one.
 
     Args:
         own_ops: the ops that move tensors; they are no kernels.
+        stored: in the metadata of nodes whose result is to be in memory from where they stand.
     """
-    with V.set_choices_handler(cast(Any, _FuseWithinLevels(V.choices, own_ops))):
+    with V.set_choices_handler(cast(Any, _FuseWithinLevels(V.choices, own_ops, stored))):
         yield
 
 
 class _FuseWithinLevels:
-    """Inductor's heuristics, with one more for kernels of which neither reads what the other makes.
+    """Inductor's heuristics, with two more.
 
-    They are fused only if the longest chain of kernels that are never fused is the same in front of both, as in
-    ``passes/fused_kernels.py``. Else one of them would run earlier or later than it stands in the graph, and what it
-    reads or makes would live longer than is planned:
+    Kernels of which neither reads what the other makes are fused only if the longest chain of kernels that are never
+    fused is the same in front of both, as in ``passes/fused_kernels.py``. Else one of them would run earlier or later
+    than it stands in the graph, and what it reads or makes would live longer than is planned:
 
         y = sum(mul(g1, x))     # g1 could die here ...
         g2 = mm(...)            # ... before the backward of a whole layer
         z = mul(g2, x)          # Inductor: one kernel for y and z, since both read x
 
-    No data passes between the two, so the numbers stay the same.
+    No data passes between the two, so the numbers stay the same. And what is to be stored where it stands is not made
+    in the kernel that reads it, if that one comes later.
     """
 
-    def __init__(self, inner: Any, own_ops: frozenset[Any]) -> None:
+    def __init__(self, inner: Any, own_ops: frozenset[Any], stored: str) -> None:
         self._inner = inner
         self._own_ops = own_ops
+        self._stored = stored
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -52,17 +55,28 @@ class _FuseWithinLevels:
         level1, level2 = (max(levels.get(name, 0) for name in node.get_operation_names()) for node in (node1, node2))
         return level1 == level2
 
+    def can_fuse_vertical(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        if not self._inner.can_fuse_vertical(scheduler, node1, node2, shared_data_score):
+            return False
+        parts = (scheduler.name_to_node.get(name) for name in node1.get_operation_names())
+        stored = [part.get_name() for part in parts if part is not None and _is_stored(part.node, self._stored)]
+        if not stored:
+            return True
+        levels = self._levels_of(scheduler)
+        latest = max(levels.get(name, 0) for name in node2.get_operation_names())
+        return all(levels.get(name, 0) == latest for name in stored)
+
     def _levels_of(self, scheduler: Any) -> dict[str, int]:
         levels: dict[str, int] | None = scheduler.__dict__.get("_ssdtrain_levels")
         if levels is None:
-            levels = scheduler.__dict__["_ssdtrain_levels"] = _find_levels(scheduler, self._own_ops)
+            levels = scheduler.__dict__["_ssdtrain_levels"] = _find_levels(scheduler, self._own_ops, self._stored)
         return levels
 
 
-def _find_levels(scheduler: Any, own_ops: frozenset[Any]) -> dict[str, int]:
+def _find_levels(scheduler: Any, own_ops: frozenset[Any], stored: str) -> dict[str, int]:
     """For every operation the number of kernels in a row in front of it that are never fused.
 
-    A pointwise op counts the chain in front of its first reader: Inductor lowers it there.
+    A pointwise op counts the chain in front of its first reader: Inductor lowers it there, unless it is to be stored.
     """
     names: list[str] = [operation.get_operation_name() for operation in V.graph.operations]
     node_by_name = {name: scheduler.name_to_node[name] for name in names if name in scheduler.name_to_node}
@@ -78,7 +92,7 @@ def _find_levels(scheduler: Any, own_ops: frozenset[Any]) -> dict[str, int]:
                 level = max(level, levels.get(maker, 0) + never_fused)
         levels[name] = level
     for name, node in reversed(node_by_name.items()):
-        if isinstance(node.node, ir.ComputedBuffer) and not node.is_reduction():
+        if isinstance(node.node, ir.ComputedBuffer) and not node.is_reduction() and not _is_stored(node.node, stored):
             uses = [use for buffer in node.get_outputs() for use in buffer.users if not use.is_weak]
             readers = [use.node.get_name() for use in uses]
             if readers and all(reader in levels for reader in readers):  # not: an output of the graph
@@ -90,3 +104,8 @@ def _is_never_fused(operation: Any, own_ops: frozenset[Any]) -> bool:
     if not isinstance(operation, (ir.ExternKernel, ir.TemplateBuffer)) or isinstance(operation, ir.MultiOutput):
         return False
     return getattr(operation, "op_overload", None) not in own_ops
+
+
+def _is_stored(operation: Any, stored: str) -> bool:
+    origin = getattr(operation, "origin_node", None)
+    return origin is not None and stored in origin.meta

@@ -20,8 +20,8 @@ Two nodes may share a group when
 
 A reduction over leading dimensions (the gradient of a bias) walks memory in another order and is a pass of its own.
 
-Inductor stores a pointwise result when it comes to an op that needs it stored. A reduction that comes before that op
-computes the result once more, from what it is made of:
+Inductor stores a pointwise result when it comes to an op that needs it stored, or where it is marked (``store_sums``).
+A reduction that comes before that computes the result once more, from what it is made of:
 
     0  p = mm(x, w)         own kernel
     1  s = mul(p, 2)        stored for 3
@@ -43,6 +43,9 @@ from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, backward_starts
 from ssdtrain_fx.passes.node_facts import NodeFact
 from ssdtrain_fx.passes.op_kinds import FUSIBLE, Kind
 from ssdtrain_fx.passes.tensor_sizes import Shape
+
+STORED = "ssdtrain_stored"
+"""In the metadata of a pointwise op whose result Inductor has to store where it stands."""
 
 
 class NodeFacts:
@@ -193,7 +196,7 @@ def _levels(facts: Sequence[NodeFact], position_of: Mapping[fx.Node, int], users
         highest = max(highest, level)
     for position in range(len(facts) - 1, -1, -1):
         readers = users[position]
-        if facts[position].kind is not Kind.POINTWISE or not readers:
+        if facts[position].kind is not Kind.POINTWISE or not readers or STORED in facts[position].node.meta:
             continue
         last = max(readers)
         if (position > marker or last < marker) and last < len(facts) - 1:
@@ -227,6 +230,8 @@ def _read_again(facts: Sequence[NodeFact], users: Sequence[Sequence[int]]) -> di
     def is_stored(made_at: int | None, position: int) -> bool:
         """Is it, when Inductor comes to ``position``?"""
         if made_at is None or made_at < marker or facts[made_at].kind is not Kind.POINTWISE:
+            return True
+        if STORED in facts[made_at].node.meta:
             return True
         return min(kernels[made_at], default=position) < position
 

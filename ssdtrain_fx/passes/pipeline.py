@@ -1,6 +1,6 @@
 """The pipeline, on one screen: from a partitioned training step to one that offloads.
 
-join -> run_custom_passes -> sink_matrix_products -> analyse -> copy_out_views -> analyse
+join -> run_custom_passes -> sink_matrix_products -> store_sums -> analyse -> copy_out_views -> analyse
      -> pose_problem -> plan_offloads                                  without recomputation,
      -> propose_recomputations, and for each set of them:              and with it
             insert_recomputations -> analyse -> pose_problem -> plan_offloads
@@ -39,6 +39,7 @@ from ssdtrain_fx.passes.policy import Budget
 from ssdtrain_fx.passes.run_custom_passes import run_custom_passes
 from ssdtrain_fx.passes.simulate import ROUNDING
 from ssdtrain_fx.passes.sink_matrix_products import sink_matrix_products
+from ssdtrain_fx.passes.store_sums import store_sums
 from ssdtrain_fx.passes.transfer_problem import TransferProblem
 from ssdtrain_fx.passes.verify_offloads import verify_offloads
 from ssdtrain_fx.units import format_bytes
@@ -124,6 +125,7 @@ def _offload(
     joint = run_custom_passes(joint, config.passes)
     if config.inner == "inductor":
         sink_matrix_products(joint)
+        store_sums(joint)
     analysis = _analyse(joint, config, hardware, times)
     copied_out = copy_out_views(joint, analysis.alias_sets, analysis.candidates)
     changed = copied_out is not joint or bool(config.passes)

@@ -7,7 +7,8 @@ multiplies matrices until the engine is idle, so that `release` and `wait` find 
 since a processor that was idle starts slowly. What is left is Python, the kernel that takes a request, memory for the
 tensor that comes back, locks, and waking an I/O thread. `CPU` is the processor time of the thread for all four: what is
 above it in `all four` is waiting, for a processor or for the interpreter lock, which the woken thread takes when an op
-returns.
+returns. `kernel` is what of it passes in the system call that hands a request to the disk, one to write and one to
+read; with `--io posix`, I/O threads make these calls.
 
 The target is less than 30 us per tensor. Run it on an idle machine: with more processes than cores, caches are cold.
 """
@@ -23,7 +24,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ssdtrain_fx.runtime import ops
+from ssdtrain_fx.runtime.aio import KernelAio
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.directory import check_directories
+from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.engines import Engines
 
 OPS = ("offload", "release", "reload", "wait")
 TARGET_S = 30e-6
@@ -42,14 +46,32 @@ WARM_UP = 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """One tensor. ``seconds`` are those of each op, in the order of ``OPS``; ``cpu_s`` is of all together."""
+    """One tensor. ``seconds`` are those of each op, in the order of ``OPS``; the others are of all together."""
 
     seconds: tuple[float, ...]
     cpu_s: float
+    kernel_s: float
 
     @property
     def total_s(self) -> float:
         return sum(self.seconds)
+
+
+class TimedAio(KernelAio):
+    """Adds up what its requests take to hand over."""
+
+    submit_s = 0.0
+
+    def submit(self, opcode: int, descriptor: int, address: int, length: int, offset: int, cookie: int) -> bool:
+        start_s = time.perf_counter()
+        try:
+            return super().submit(opcode, descriptor, address, length, offset, cookie)
+        finally:
+            TimedAio.submit_s += time.perf_counter() - start_s
+
+
+def open_timed_engine(config: EngineConfig, handles: Iterator[int]) -> Engine:
+    return Engine(config, handles=handles, open_aio=None if config.io == "posix" else TimedAio)
 
 
 def measure(config: EngineConfig, size_bytes: int, count: int) -> list[Sample]:
@@ -70,13 +92,14 @@ def measure(config: EngineConfig, size_bytes: int, count: int) -> list[Sample]:
 
     samples: list[Sample] = []
     for _ in range(WARM_UP + count):
+        TimedAio.submit_s = 0.0
         owner, *of_offload = timed(ops.offload, x, stride, "benchmark", argument)
         token, *of_release = timed(ops.release, owner, x)
         del owner
         reloading, *of_reload = timed(ops.reload, token, size, stride)
         y, *of_wait = timed(ops.wait, reloading)
         seconds, cpu_s = zip(of_offload, of_release, of_reload, of_wait, strict=True)
-        samples.append(Sample(seconds, sum(cpu_s)))
+        samples.append(Sample(seconds, sum(cpu_s), TimedAio.submit_s))
         del token, reloading, y
     return samples[WARM_UP:]
 
@@ -88,13 +111,14 @@ def summarise(samples: list[Sample], size_bytes: int) -> dict[str, Any]:
         row[f"{name}_us"] = statistics.median(sample.seconds[index] for sample in samples) * 1e6
     row["total_us"] = statistics.median(sample.total_s for sample in samples) * 1e6
     row["cpu_us"] = statistics.median(sample.cpu_s for sample in samples) * 1e6
+    row["kernel_us"] = statistics.median(sample.kernel_s for sample in samples) * 1e6
     return row
 
 
 def render(rows: list[dict[str, Any]]) -> Table:
-    table = Table("MiB", *OPS, "all four", "CPU", title="Median µs per tensor on the computing thread")
+    table = Table("MiB", *OPS, "all four", "CPU", "kernel", title="Median µs per tensor on the computing thread")
     for row in rows:
-        figures = (row[f"{name}_us"] for name in (*OPS, "total", "cpu"))
+        figures = (row[f"{name}_us"] for name in (*OPS, "total", "cpu", "kernel"))
         table.add_row(f"{row['size_mib']:g}", *(f"{figure:.1f}" for figure in figures))
     return table
 
@@ -122,6 +146,7 @@ def main(arguments: list[str]) -> int:
     chosen = parse_arguments(arguments)
     io: IOPath = chosen.io
     torch.set_num_threads(1)  # threads that meet after every product would be what is measured
+    ops._engines = Engines(open_timed_engine)
     config = EngineConfig(ssd_dir=chosen.ssd_dir, io=io)
     rows = [
         summarise(measure(config, size_bytes, chosen.count), size_bytes) for size_bytes in (1 << 20, 2 << 20, 8 << 20)
@@ -140,6 +165,7 @@ def main(arguments: list[str]) -> int:
             "results": rows,
         }
         chosen.json.write_text(json.dumps(written, indent=2) + "\n")
+    ops.close()
     return 0
 
 

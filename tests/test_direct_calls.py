@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from torch._inductor.utils import run_and_get_code
 
 from ssdtrain_fx import OffloadConfig, _torch_private
 from ssdtrain_fx._torch_private import inductor as private
+from ssdtrain_fx._torch_private.direct_calls import DirectCall
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
 from ssdtrain_fx.runtime import ops
@@ -43,6 +45,22 @@ def test_code_that_a_cache_keeps_imports_what_it_calls() -> None:
         for name in names:
             assert f"from ssdtrain_fx.runtime.ops import {name} as ssdtrain_{name}\n" in code
             assert f" = ssdtrain_{name}(" in code
+
+
+def test_parts_of_a_call_come_as_a_tuple_or_as_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuple until torch 2.13, an object from 2.14 on: here it is the other one of the two."""
+    names = ("example_output", "tensor_args", "non_tensor_args", "unflatten_args", "unbacked_bindings")
+    process = cast(Any, DirectCall).process_kernel
+
+    def process_otherwise(*args: Any, **kwargs: Any) -> Any:
+        parts = process(*args, **kwargs)
+        if isinstance(parts, tuple):
+            return types.SimpleNamespace(**dict(zip(names, cast("tuple[Any, ...]", parts), strict=True)))
+        return tuple(getattr(parts, name) for name in names)
+
+    monkeypatch.setattr(DirectCall, "process_kernel", process_otherwise)
+    codes = generated_code(Layers(), torch.randn(8, 16), OffloadConfig(policy="all", min_tensor_bytes=0))
+    assert all(" = ssdtrain_" in code for code in codes)
 
 
 def test_strides_are_read_from_both_kinds_of_code() -> None:

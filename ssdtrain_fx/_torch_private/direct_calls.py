@@ -70,7 +70,10 @@ class DirectCall(ir.FallbackKernel):
     @classmethod
     def create(cls, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         with V.graph.fake_mode:
-            example, tensors, constants, unflatten, _ = cls.process_kernel(kernel, *args, **kwargs)
+            parts = cast(Any, cls).process_kernel(kernel, *args, **kwargs)
+        if hasattr(parts, "example_output"):  # from torch 2.14 on
+            parts = (parts.example_output, parts.tensor_args, parts.non_tensor_args, parts.unflatten_args, None)
+        example, tensors, constants, unflatten, _ = parts
         call = cls(cls.tensor_to_layout(example), kernel, tensors, constants, unflatten, kwargs)
         call.python_kernel_name = function_name(kernel)
         if _name(kernel) in _OBJECTS:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ssdtrain_fx
-from ssdtrain_fx import BudgetError, ConfigError, OffloadConfig, Report, explain
+from ssdtrain_fx import BudgetError, ConfigError, OffloadConfig, Report, _torch_private, explain
 from ssdtrain_fx.passes.plan import Keep
 from ssdtrain_fx.testing import toy_hardware
 
@@ -203,7 +203,10 @@ def test_it_can_be_called_again_and_again() -> None:
     assert len({str(report) for report in reports}) == 1
 
 
-def test_it_uses_up_none_of_the_compilations_of_the_model() -> None:
+@pytest.mark.parametrize("isolates", [True, False])
+def test_it_uses_up_none_of_the_compilations_of_the_model(isolates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not isolates:  # as torch 2.11 and 2.12
+        monkeypatch.setattr(_torch_private, "_can_isolate_recompiles", lambda: False)
     model, x = Toy(), batch()
     for _ in range(torch._dynamo.config.recompile_limit):
         explain(model, x, config=config())

@@ -8,7 +8,8 @@ since a processor that was idle starts slowly. What is left is Python, the kerne
 tensor that comes back, locks, and waking an I/O thread. `CPU` is the processor time of the thread for all four: what is
 above it in `all four` is waiting, for a processor or for the interpreter lock, which the woken thread takes when an op
 returns. `kernel` is what of it passes in the system call that hands a request to the disk, one to write and one to
-read; with `--io posix`, I/O threads make these calls.
+read. With `--io posix`, I/O threads make these calls, and a tensor wakes one of them twice: what that takes is told
+below the table.
 
 The target is less than 30 us per tensor. Run it on an idle machine: with more processes than cores, caches are cold.
 """
@@ -23,6 +24,7 @@ import os
 import platform
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +44,7 @@ from ssdtrain_fx.runtime.engines import Engines
 OPS = ("offload", "release", "reload", "wait")
 TARGET_S = 30e-6
 WARM_UP = 20
+PRODUCTS_BEFORE_SLEEP = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +107,32 @@ def measure(config: EngineConfig, size_bytes: int, count: int) -> list[Sample]:
     return samples[WARM_UP:]
 
 
+def time_to_wake(count: int) -> float:
+    """Median seconds that it takes a computing thread to wake another one, which sleeps."""
+    a, b = torch.randn(128, 128), torch.empty(128, 128)
+    bell, is_awake = threading.Lock(), threading.Lock()
+    bell.acquire()
+    is_awake.acquire()
+
+    def sleep_and_wake() -> None:
+        for _ in range(count):
+            bell.acquire()
+            is_awake.release()
+
+    thread = threading.Thread(target=sleep_and_wake, daemon=True)
+    thread.start()
+    seconds: list[float] = []
+    for _ in range(count):
+        for _ in range(PRODUCTS_BEFORE_SLEEP):
+            torch.mm(a, a, out=b)  # lets go of the interpreter lock, without which nobody gets to sleep
+        start_s = time.perf_counter()
+        bell.release()
+        seconds.append(time.perf_counter() - start_s)
+        is_awake.acquire()
+    thread.join()
+    return statistics.median(seconds)
+
+
 def summarise(samples: list[Sample], size_bytes: int) -> dict[str, Any]:
     """Medians over the tensors."""
     row: dict[str, Any] = {"size_mib": size_bytes / (1 << 20)}
@@ -154,6 +183,8 @@ def main(arguments: list[str]) -> int:
     console = Console()
     console.print(render(rows))
     worst_us = max(row["total_us"] for row in rows)
+    wake_us = time_to_wake(chosen.count) * 1e6
+    console.print(f"To wake a thread takes {wake_us:.1f} µs.", highlight=False)
     console.print(f"Target: below {TARGET_S * 1e6:g} µs; the largest is {worst_us:.1f} µs.", highlight=False)
     if chosen.json is not None:
         written = {
@@ -162,6 +193,7 @@ def main(arguments: list[str]) -> int:
             "torch": torch.__version__,
             "io_path": ops.statistics().io_path,
             "count": chosen.count,
+            "wake_us": wake_us,
             "results": rows,
         }
         chosen.json.write_text(json.dumps(written, indent=2) + "\n")

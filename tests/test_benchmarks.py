@@ -60,6 +60,7 @@ def test_ops(load: Callable[[str], ModuleType], ssd_dir: str, tmp_path: Path, on
     assert load("ops").main(["--ssd-dir", ssd_dir, "--count", "3", "--json", str(path)]) == 0
     written = json.loads(path.read_text())
     assert [row["size_mib"] for row in written["results"]] == [1, 2, 8]
+    assert written["wake_us"] > 0
     for row in written["results"]:
         assert all(row[f"{name}_us"] > 0 for name in ("offload", "release", "reload", "wait", "total"))
         assert 0 <= row["kernel_us"] < row["total_us"]

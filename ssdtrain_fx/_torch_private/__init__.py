@@ -209,8 +209,9 @@ def _can_isolate_recompiles() -> bool:
 
 def _part_of_a_new_function(model: Callable[..., Any]) -> Callable[..., Any]:
     """``model`` in a function with code of its own, by which Dynamo keeps what it has compiled."""
+    self = model  # in the metadata of nodes, names of modules begin with that of this variable
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
+        return self(*args, **kwargs)
 
     return types.FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)

@@ -13,7 +13,7 @@ from steps import four_layers, machine
 from test_liveness import predict, token_bytes, without
 from torch import Tensor, nn
 
-from ssdtrain_fx import OffloadConfig, explain
+from ssdtrain_fx import OffloadConfig, _torch_private, explain
 from ssdtrain_fx.passes.describe_schedule import Timeline
 from ssdtrain_fx.passes.joint_graph import join
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
@@ -173,9 +173,17 @@ def test_every_transfer_is_told(graph: GraphReport) -> None:
     assert stalled_s == pytest.approx(graph.plan.exposed_s)
 
 
+def assert_modules_are_named(graph: GraphReport) -> None:
+    assert {"first", "second"} <= {node.module for node in graph.timeline.before.nodes}
+
+
 def test_nodes_name_their_modules(graph: GraphReport) -> None:
-    modules = {node.module for node in graph.timeline.before.nodes}
-    assert {"first", "second"} <= modules
+    assert_modules_are_named(graph)
+
+
+def test_nodes_name_their_modules_on_older_versions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch_private, "_can_isolate_recompiles", lambda: False)
+    assert_modules_are_named(graph_report(MLP(), 16))
 
 
 def test_a_plan_that_keeps_everything_has_one_schedule() -> None:

@@ -2,7 +2,8 @@
 
 What Inductor offers is in ``_torch_private.inductor``, apart, because importing it takes a second.
 
-The test suite passes on 2.11, 2.13 and 2.15; of 2.12 and 2.14 the source was read. What differs is said at its place.
+Each was checked by running the test suite on 2.11, 2.13 and 2.15, and most of it on 2.12 and 2.14, on a CPU. What
+differs is said at its place.
 
 | name | without it |
 |---|---|

@@ -10,6 +10,8 @@ Guarantees:
   which may be fewer than asked for, or with a negative errno.
 * An exception that a signal handler raises within :meth:`KernelAio.reap`, such as KeyboardInterrupt, loses no answer:
   :meth:`KernelAio.answers` has them. Hence two methods.
+* On x86-64 answers cost no call of the kernel, unless somebody blocks for them: they are read from the ring that the
+  kernel shares with the process, as fio and libaio do. With cold caches ``io_getevents`` takes 30 us.
 * :meth:`KernelAio.close` returns when the kernel has finished with all requests.
 
 What the caller owes:
@@ -34,6 +36,10 @@ from typing import Protocol
 
 READ = 0
 WRITE = 1
+
+RING_MAGIC = 0xA10A10A1
+_RING_MACHINES = frozenset({"x86_64"})
+"""Where reads of memory take place in their order: elsewhere the tail could be newer than the events before it."""
 
 QUEUE_DEPTH = 128
 """Requests in flight; enough for hundreds of megabytes. The system allows 65536 to all processes together."""
@@ -92,6 +98,22 @@ class _Event(ctypes.Structure):
     )
 
 
+class _Ring(ctypes.Structure):
+    """``struct aio_ring``, the header of the ring; its address is the number of the context. The kernel moves ``tail``,
+    who reads answers moves ``head``."""
+
+    _fields_ = (
+        ("number", ctypes.c_uint32),
+        ("length", ctypes.c_uint32),
+        ("head", ctypes.c_uint32),
+        ("tail", ctypes.c_uint32),
+        ("magic", ctypes.c_uint32),
+        ("compatible_features", ctypes.c_uint32),
+        ("incompatible_features", ctypes.c_uint32),
+        ("header_bytes", ctypes.c_uint32),
+    )
+
+
 class _Timeout(ctypes.Structure):
     """``struct timespec``."""
 
@@ -129,7 +151,10 @@ class KernelAio:
         self._request = _Request()
         self._request_list = (ctypes.c_void_p * 1)(ctypes.addressof(self._request))
         self._request_list_address = ctypes.addressof(self._request_list)
-        self._events = (_Event * depth)()
+        self._ring = _ring_of(self._context) if machine in _RING_MACHINES else None
+        if self._ring is not None:
+            self._ring_events = (_Event * self._ring.length).from_address(self._context + self._ring.header_bytes)
+        self._events = (_Event * (depth if self._ring is None else 1))()
         self._events_address = ctypes.addressof(self._events)
         self._timeout = _Timeout()
         self._timeout_address = ctypes.addressof(self._timeout)
@@ -156,10 +181,18 @@ class KernelAio:
 
         Blocks until there are ``min_events``, at most ``timeout_s``; a signal ends it early, perhaps with fewer.
         """
+        ring = self._ring
+        if ring is not None and (min_events == 0 or ring.head != ring.tail):
+            return  # `answers` sees them
         self._timeout.seconds = int(timeout_s)
         self._timeout.nanoseconds = int(timeout_s % 1 * 1e9)
         count = self._getevents(
-            self._getevents_number, self._context, min_events, self.depth, self._events_address, self._timeout_address
+            self._getevents_number,
+            self._context,
+            min_events,
+            len(self._events),
+            self._events_address,
+            self._timeout_address,
         )
         if count < 0:
             number = ctypes.get_errno()
@@ -167,7 +200,7 @@ class KernelAio:
                 raise OSError(number, f"io_getevents: {os.strerror(number)}")
 
     def answers(self) -> list[tuple[int, int]]:
-        """The cookies and results that the last :meth:`reap` fetched.
+        """The cookies and results that the last :meth:`reap` fetched, or that have come since.
 
         An exception of a signal handler can make the next call tell them again; it loses none.
         """
@@ -177,11 +210,27 @@ class KernelAio:
             if cookie == 0:
                 break
             answers.append((cookie, event.result))
-        ctypes.memset(self._events_address, 0, len(answers) * ctypes.sizeof(_Event))
+        ring = self._ring
+        if ring is None:
+            ctypes.memset(self._events_address, 0, len(answers) * ctypes.sizeof(_Event))
+            return answers
+        head = ring.head
+        while head != ring.tail:
+            event = self._ring_events[head]
+            answers.append((event.cookie, event.result))
+            head = (head + 1) % ring.length
+        self._events[0].cookie = 0  # signals are looked for at calls and at the ends of loops: from here on at none
+        ring.head = head
         return answers
 
     def close(self) -> None:
         """Wait until the kernel has finished with all requests; what was not reaped is forgotten."""
-        context, self._context = self._context, 0
+        context, self._context, self._ring = self._context, 0, None
         if context and self._process == os.getpid():
             self._destroy(self._destroy_number, context)
+
+
+def _ring_of(context: int) -> _Ring | None:
+    """None where the kernel, or what stands for it in a sandbox, keeps no ring of the layout that is known here."""
+    ring = _Ring.from_address(context)
+    return ring if ring.magic == RING_MAGIC and ring.incompatible_features == 0 else None

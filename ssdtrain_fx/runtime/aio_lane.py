@@ -30,8 +30,8 @@ Guarantees:
   before the read is over, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.staging`).
 * An unexpected exception within the bookkeeping stops the engine with an error; nobody waits for ever.
 
-What completes between two ops is noticed by the next one that waits for something, or that needs room: a call of the
-kernel costs more than all else that there is to do.
+What completes between two ops is noticed by the next one that waits for something, or that needs room: nobody needs to
+know before, and where :mod:`ssdtrain_fx.runtime.aio` cannot look into memory for it, to ask takes a call of the kernel.
 """
 
 from __future__ import annotations

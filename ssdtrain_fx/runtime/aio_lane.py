@@ -52,7 +52,7 @@ from ssdtrain_fx.runtime.aio import READ, WRITE, Aio
 from ssdtrain_fx.runtime.huge_pages import HugePages
 from ssdtrain_fx.runtime.lane import BLOCK_S, Lane, checksum_error, checksum_of
 from ssdtrain_fx.runtime.ledger import Chunk, ChunkState, Entry, Fill, Ledger
-from ssdtrain_fx.runtime.movers import CpuMover, keep_bytes
+from ssdtrain_fx.runtime.movers import CpuMover, Region, keep_bytes
 from ssdtrain_fx.runtime.patience import Patience
 from ssdtrain_fx.runtime.slots import ALIGNMENT_BYTES, round_up
 from ssdtrain_fx.runtime.spill_file import bytes_done
@@ -88,7 +88,7 @@ class _Transfer:
         self.buffer = buffer
         self.opcode = WRITE if fill is None else READ
         start, length = chunk.pages
-        self.address = address + len(chunk.edges[0])
+        self.address = address + len(chunk.leading)
         self.offset = slot.offset_bytes + start
         self.total = round_up(length)
 
@@ -120,7 +120,7 @@ class AioLane(Lane):
         self._in_flight: dict[int, _Transfer] = {}
         self._cookies = itertools.count(1)
         self._tensor_memory = tensor_memory
-        self._huge_pages = HugePages()
+        self._huge_pages = tensor_memory.huge_pages = HugePages()
         self._reaping = False
         self._closing = False
 
@@ -148,9 +148,13 @@ class AioLane(Lane):
             if entry.from_source:
                 assert entry.source is not None
                 self._huge_pages.put_under(entry.source.address, entry.byte_count)
-                self._set_edges_aside(entry)
-            self._copies.extend(entry.chunks)
-            self._begin()
+                self._set_edges_aside(entry, entry.source)
+            if entry.from_source and not (self._reads or self._writes or self._copies):
+                for chunk in entry.chunks:
+                    self._start_or_queue(self._write_from_source(chunk), self._writes)
+            else:
+                self._copies.extend(entry.chunks)
+                self._begin()
         except BaseException as failure:
             self._stop(failure)
             raise
@@ -164,7 +168,8 @@ class AioLane(Lane):
                 self._reap()
             for chunk in fill.entry.chunks:
                 self._read(fill, chunk)
-            self._begin()
+            if self._writes or self._copies:
+                self._begin()
         except BaseException as failure:
             self._stop(failure)
             raise
@@ -197,12 +202,9 @@ class AioLane(Lane):
         """A tensor at the start of its storage, with memory for whole pages."""
         if entry.byte_count == 0:
             return super().allocate(entry, stride, device)
-        y = self._tensor_memory.allocate(
+        return self._tensor_memory.allocate(
             entry.size, stride, entry.dtype, entry.byte_count, entry.lead_bytes, idle_bytes
         )
-        if self._tensor_memory.uses_heap(entry.byte_count):
-            self._huge_pages.put_under(y.data_ptr(), entry.byte_count)
-        return y
 
     def close(self, patience: Patience) -> bool:
         ledger = self._ledger
@@ -256,14 +258,13 @@ class AioLane(Lane):
                 has_room = has_room and self._submit(self._writes)
             self._copies.popleft()
 
-    def _set_edges_aside(self, entry: Entry) -> None:
-        source, chunks = entry.source, entry.chunks
-        assert source is not None
-        end = source.address + entry.byte_count
-        leading = ctypes.string_at(source.address, entry.lead_bytes)
-        trailing = ctypes.string_at(end - entry.trail_bytes, entry.trail_bytes)
-        chunks[0].edges = (leading, b"")
-        chunks[-1].edges = (chunks[-1].edges[0], trailing)
+    def _set_edges_aside(self, entry: Entry, source: Region) -> None:
+        lead_bytes, trail_bytes = entry.lead_bytes, entry.trail_bytes
+        if lead_bytes:
+            entry.chunks[0].leading = ctypes.string_at(source.address, lead_bytes)
+        if trail_bytes:
+            end = source.address + entry.byte_count
+            entry.chunks[-1].trailing = ctypes.string_at(end - trail_bytes, trail_bytes)
 
     def _write_from_source(self, chunk: Chunk) -> _Transfer:
         source = chunk.entry.source
@@ -279,7 +280,7 @@ class AioLane(Lane):
         assert target is not None
         address = target.address + chunk.start
         if chunk.state is ChunkState.ON_DISK:
-            self._reads.append(_Transfer(chunk, address, fill, None))
+            self._start_or_queue(_Transfer(chunk, address, fill, None), self._reads)
             return
         began_ns = time.perf_counter_ns()
         ctypes.memmove(address, self._address_of(chunk), chunk.length)
@@ -313,51 +314,49 @@ class AioLane(Lane):
         entry.uncopied -= 1
         self._ledger.source_is_safe(chunk)
 
+    def _start_or_queue(self, transfer: _Transfer, queue: collections.deque[_Transfer]) -> None:
+        if queue or not self._start(transfer):
+            queue.append(transfer)
+
     def _submit(self, queue: collections.deque[_Transfer]) -> bool:
         """Whether everything in ``queue`` is under way, or over."""
-        aio, file, in_flight = self._aio, self._ledger.file, self._in_flight
         while queue:
-            if len(in_flight) >= aio.depth:
+            if not self._start(queue[0]):
                 return False
-            transfer = queue[0]
-            chunk, done = transfer.chunk, transfer.done
-            if transfer.fill is None and chunk.state is ChunkState.CANCELLED:  # before it left its tensor
-                queue.popleft()
-                continue
-            if done == 0 and chunk.entry.unneeded_on_disk:
-                self._abandon(queue.popleft())
-                continue
-            error = file.grow(transfer.offset + transfer.total) if transfer.fill is None else None
+            queue.popleft()
+        return True
+
+    def _start(self, transfer: _Transfer) -> bool:
+        """Hand ``transfer`` to the kernel, unless nobody needs it any more. False: not now, there is no room."""
+        aio, ledger, in_flight = self._aio, self._ledger, self._in_flight
+        if len(in_flight) >= aio.depth:
+            return False
+        chunk, done, is_write = transfer.chunk, transfer.done, transfer.fill is None
+        if done == 0 and chunk.entry.unneeded_on_disk:
+            self._abandon(transfer)
+            return True
+        error = ledger.file.grow(transfer.offset + transfer.total) if is_write else None
+        if error is None:
+            cookie = next(self._cookies)
+            in_flight[cookie] = transfer
+            transfer.began_ns = transfer.began_ns or time.perf_counter_ns()
+            descriptor, offset = ledger.file.locate(transfer.offset + done)
+            length = transfer.total - done
+            try:
+                accepted = aio.submit(transfer.opcode, descriptor, transfer.address + done, length, offset, cookie)
+            except OSError as submit_error:
+                accepted, error = False, submit_error
+            if accepted:
+                if is_write:
+                    chunk.state = ChunkState.WRITING
+                transfer.timed = ledger.traffic.begin(Direction.WRITE if is_write else Direction.READ, length)
+                return True
+            del in_flight[cookie]
             if error is None:
-                cookie = next(self._cookies)
-                in_flight[cookie] = transfer
-                transfer.began_ns = transfer.began_ns or time.perf_counter_ns()
-                descriptor, offset = file.locate(transfer.offset + done)
-                try:
-                    accepted = aio.submit(
-                        transfer.opcode,
-                        descriptor,
-                        transfer.address + done,
-                        transfer.total - done,
-                        offset,
-                        cookie,
-                    )
-                except OSError as submit_error:
-                    accepted, error = False, submit_error
-                if accepted:
-                    transfer.timed = self._ledger.traffic.begin(
-                        Direction.WRITE if transfer.fill is None else Direction.READ, transfer.total - done
-                    )
-                    if transfer.fill is None:
-                        chunk.state = ChunkState.WRITING
-                    queue.popleft()
-                    continue
-                del in_flight[cookie]
-                if error is None:
-                    if in_flight:
-                        return False  # one that ends makes room
-                    error = OSError(errno.EAGAIN, "the kernel takes no request although none is under way")
-            self._finish(queue.popleft(), error)
+                if in_flight:
+                    return False  # one that ends makes room
+                error = OSError(errno.EAGAIN, "the kernel takes no request although none is under way")
+        self._finish(transfer, error)
         return True
 
     # -- ending --------------------------------------------------------------------------------------------------------
@@ -437,10 +436,12 @@ class AioLane(Lane):
             return
         failure: Exception | None = error
         if error is None:
-            leading, trailing = chunk.edges
+            leading, trailing = chunk.leading, chunk.trailing
             address = transfer.address - len(leading)
-            ctypes.memmove(address, leading, len(leading))
-            ctypes.memmove(address + chunk.length - len(trailing), trailing, len(trailing))
+            if leading:
+                ctypes.memmove(address, leading, len(leading))
+            if trailing:
+                ctypes.memmove(address + chunk.length - len(trailing), trailing, len(trailing))
             if self._checksum:
                 failure = checksum_error(chunk, _memory(address, chunk.length))
         if failure is None:
@@ -451,7 +452,9 @@ class AioLane(Lane):
         self._read_is_over(fill, chunk)
 
     def _abandon(self, transfer: _Transfer) -> None:
-        """Its entry is dead and it has not begun."""
+        """Nobody needs it, and it has not begun."""
+        if transfer.chunk.state is ChunkState.CANCELLED:  # before it left its tensor: that is settled
+            return
         if transfer.fill is not None:
             self._read_is_over(transfer.fill, transfer.chunk)
             return

@@ -72,7 +72,8 @@ class Chunk:
     """When the bytes are in ``staging``."""
     kept: Tensor | None = None
     checksum = 0
-    edges: tuple[bytes, bytes] = (b"", b"")
+    leading = b""
+    trailing = b""
     """What of it lies in front of its first and behind its last page, and is not written."""
     arriving = False
     """It is being read ahead."""
@@ -86,9 +87,9 @@ class Chunk:
 
     @property
     def pages(self) -> tuple[int, int]:
-        """Which bytes of the slot hold what is not in ``edges``: the first one and their number."""
-        leading, trailing = self.edges
-        return self.start + len(leading) - self.entry.lead_bytes, self.length - len(leading) - len(trailing)
+        """Which bytes of the slot hold what lies between ``leading`` and ``trailing``: the first and their number."""
+        lead_bytes = len(self.leading)
+        return self.start + lead_bytes - self.entry.lead_bytes, self.length - lead_bytes - len(self.trailing)
 
 
 class Entry:
@@ -135,9 +136,9 @@ class Entry:
         self.lane = lane
         """What moves it."""
         self.address = x.data_ptr()
-        self.size = tuple(x.size())
+        self.size: tuple[int, ...] = x.size()
         self.stride = x.stride()
-        self.stored_stride = source.stride()
+        self.stored_stride = self.stride if source is x else source.stride()
         self.dtype = x.dtype
         self.device = x.device
         self.byte_count = byte_count
@@ -301,12 +302,12 @@ class Ledger:
         if entry.byte_count == 0:
             entry.source = None
             return
-        entry.slot = self.slots.allocate(entry.byte_count)
-        self._peak_end_bytes = max(self._peak_end_bytes, self.slots.end_bytes)
-        first_bytes = chunk_bytes
+        entry.slot = slot = self.slots.allocate(entry.byte_count)
+        if self.slots.end_bytes > self._peak_end_bytes:
+            self._peak_end_bytes = self.slots.end_bytes
+        start, end = 0, entry.lead_bytes + chunk_bytes
         if self.file.stripe_bytes is not None:  # a multiple of chunk_bytes: every chunk lies in one file
-            first_bytes -= entry.slot.offset_bytes % chunk_bytes
-        start, end = 0, entry.lead_bytes + first_bytes
+            end -= slot.offset_bytes % chunk_bytes
         while end < entry.byte_count - entry.trail_bytes:
             entry.chunks.append(Chunk(entry, start, end - start))
             start, end = end, end + chunk_bytes

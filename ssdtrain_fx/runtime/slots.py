@@ -62,15 +62,15 @@ class SlotAllocator:
         for index, hole in enumerate(self._free):
             if hole.size_bytes < size_bytes:
                 continue
-            slot = Slot(hole.offset_bytes, size_bytes)
+            offset_bytes = hole.offset_bytes
             if hole.size_bytes == size_bytes:
                 del self._free[index]
             else:
-                self._free[index] = Slot(slot.end_bytes, hole.size_bytes - size_bytes)
-            return self._take(slot)
-        slot = Slot(self.end_bytes, size_bytes)
-        self.end_bytes = slot.end_bytes
-        return self._take(slot)
+                self._free[index] = Slot(offset_bytes + size_bytes, hole.size_bytes - size_bytes)
+            return self._take(offset_bytes, size_bytes)
+        offset_bytes = self.end_bytes
+        self.end_bytes = offset_bytes + size_bytes
+        return self._take(offset_bytes, size_bytes)
 
     def allocate_from_end(self, until_bytes: int) -> Slot | None:
         """The range ``[end_bytes, until_bytes)`` as a slot, or None where it is empty.
@@ -79,9 +79,9 @@ class SlotAllocator:
         """
         if until_bytes <= self.end_bytes:
             return None
-        slot = Slot(self.end_bytes, until_bytes - self.end_bytes)
+        offset_bytes = self.end_bytes
         self.end_bytes = until_bytes
-        return self._take(slot)
+        return self._take(offset_bytes, until_bytes - offset_bytes)
 
     def free(self, slot: Slot) -> None:
         """Take ``slot`` back and merge it with the free ranges it touches."""
@@ -100,9 +100,9 @@ class SlotAllocator:
         else:
             self._free.insert(index, Slot(start, end - start))
 
-    def _take(self, slot: Slot) -> Slot:
-        self._in_use[slot.offset_bytes] = slot
-        self.bytes_in_use += slot.size_bytes
+    def _take(self, offset_bytes: int, size_bytes: int) -> Slot:
+        slot = self._in_use[offset_bytes] = Slot(offset_bytes, size_bytes)
+        self.bytes_in_use += size_bytes
         return slot
 
     def _first_free_after(self, offset_bytes: int) -> int:

@@ -223,7 +223,7 @@ def test_damage_is_found_also_in_the_edges(file: MemoryFile) -> None:
         entry = engine.find_entry(token)
         assert entry is not None
         chunk = entry.chunks[0]
-        chunk.edges = (bytes(len(chunk.edges[0])), chunk.edges[1])
+        chunk.leading = bytes(len(chunk.leading))
         with pytest.raises(ActivationLostError, match=r"'gelu_3'.*checksum mismatch"):
             fetch(engine, token, original)
 

@@ -1,6 +1,7 @@
 """What the four ops cost the thread that computes, apart from the copies, which others do.
 
     python benchmarks/ops.py --ssd-dir /mnt/nvme --count 500 --json ops.json
+    python benchmarks/ops.py --ssd-dir /mnt/nvme --model gpt2
 
 Each tensor goes out and comes back by the functions that Inductor's code calls. Before every call the thread
 multiplies matrices until the engine is idle, so that `release` and `wait` find nothing to wait for. It does not sleep,
@@ -12,6 +13,10 @@ read. With `--io posix`, I/O threads make these calls, and a tensor wakes one of
 below the table.
 
 The target is less than 30 us per tensor. Run it on an idle machine: with more processes than cores, caches are cold.
+
+With ``--model`` it is the ops of real training steps that are timed. There each one comes after matrix products that
+take many milliseconds, and finds nothing in the caches: every line of Python costs ten times as much. What `release`
+and `wait` waited for the disk is not in the figures.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ssdtrain_fx import zoo
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.aio import KernelAio
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
@@ -44,6 +50,8 @@ from ssdtrain_fx.runtime.engines import Engines
 OPS = ("offload", "release", "reload", "wait")
 TARGET_S = 30e-6
 WARM_UP = 20
+WARM_UP_STEPS = 3
+"""The first one compiles; by the third, tensors lie where they will always lie."""
 PRODUCTS_BEFORE_SLEEP = 10
 
 
@@ -107,6 +115,63 @@ def measure(config: EngineConfig, size_bytes: int, count: int) -> list[Sample]:
     return samples[WARM_UP:]
 
 
+class StepTimer:
+    """Takes the place of the four functions that compiled code calls, and times them."""
+
+    def __init__(self) -> None:
+        self.engines: list[Engine] = []
+        self.calls: dict[str, list[tuple[float, float]]] = {name: [] for name in OPS}
+        """Seconds of each call, without waiting for the disk, and what of them passed in the kernel."""
+        for name in OPS:
+            setattr(ops, name, self._timed(name, getattr(ops, name)))
+
+    def open_engine(self, config: EngineConfig, handles: Iterator[int]) -> Engine:
+        self.engines.append(open_timed_engine(config, handles))
+        return self.engines[-1]
+
+    def _stalled_s(self) -> float:
+        counters = [engine._ledger.counters for engine in self.engines]
+        return sum(counter.release_stall_s + counter.wait_stall_s for counter in counters)
+
+    def _timed(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: object, **keywords: object) -> Any:
+            stalled_s, kernel_s, start_s = self._stalled_s(), TimedAio.submit_s, time.perf_counter()
+            result = op(*arguments, **keywords)
+            seconds = time.perf_counter() - start_s
+            self.calls[name].append((seconds - self._stalled_s() + stalled_s, TimedAio.submit_s - kernel_s))
+            return result
+
+        return timed
+
+
+def measure_steps(size: Mapping[str, Any], options: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Train a model and time its ops: medians per call, and the share of the step that all of them take."""
+    timer = StepTimer()
+    ops._engines = Engines(timer.open_engine)
+    torch.manual_seed(0)
+    module, make_batch = zoo.build(**size)
+    compiled = torch.compile(module, backend="ssdtrain", options=dict(options))
+    generator = torch.Generator().manual_seed(0)
+    step_s: list[float] = []
+    for step in range(WARM_UP_STEPS + steps):
+        if step == WARM_UP_STEPS:
+            for calls in timer.calls.values():
+                calls.clear()
+        start_s = time.perf_counter()
+        compiled(*make_batch(generator)).backward()
+        module.zero_grad()
+        step_s.append(time.perf_counter() - start_s)
+    row: dict[str, Any] = {"tensors": len(timer.calls["offload"]) / steps}
+    for name, calls in timer.calls.items():
+        row[f"{name}_us"] = statistics.median(seconds for seconds, _ in calls) * 1e6 if calls else 0.0
+        row[f"{name}_kernel_us"] = statistics.median(seconds for _, seconds in calls) * 1e6 if calls else 0.0
+    ops_s = sum(seconds for calls in timer.calls.values() for seconds, _ in calls)
+    row["step_share"] = ops_s / sum(step_s[WARM_UP_STEPS:])
+    row["total_us"] = sum(row[f"{name}_us"] for name in OPS)
+    row["kernel_us"] = sum(row[f"{name}_kernel_us"] for name in OPS)
+    return row
+
+
 def time_to_wake(count: int) -> float:
     """Median seconds that it takes a computing thread to wake another one, which sleeps."""
     a, b = torch.randn(128, 128), torch.empty(128, 128)
@@ -152,6 +217,13 @@ def render(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def render_steps(row: dict[str, Any]) -> Table:
+    table = Table(*OPS, "all four", "kernel", "of the step", title="Median µs per call in training steps")
+    figures = (row[f"{name}_us"] for name in (*OPS, "total", "kernel"))
+    table.add_row(*(f"{figure:.0f}" for figure in figures), f"{row['step_share']:.2%}")
+    return table
+
+
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Time of the four ops on the computing thread.",
@@ -160,10 +232,18 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ssd-dir", help="directory on the SSD")
     parser.add_argument("--io", choices=("auto", "posix", "aio"), default="auto")
     parser.add_argument("--count", type=int, default=300, help="tensors of each kind")
+    parser.add_argument("--model", choices=list(zoo.MODELS), help="time the ops in training steps of this model")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--vocab", type=int, default=256)
+    parser.add_argument("--max-slowdown", type=float, default=0.05)
+    parser.add_argument("--steps", type=int, default=10, help="training steps that count")
     parser.add_argument("--json", type=Path, help="where the numbers go as JSON")
     chosen = parser.parse_args(arguments)
-    if chosen.count < 1:
-        parser.error("--count must be at least 1.")
+    if chosen.count < 1 or chosen.steps < 1:
+        parser.error("--count and --steps must be at least 1.")
     try:
         chosen.ssd_dir = check_directories(chosen.ssd_dir)[0]
     except ValueError as error:
@@ -173,6 +253,23 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     chosen = parse_arguments(arguments)
+    console = Console()
+    results = run_steps(chosen, console) if chosen.model else run_tensors(chosen, console)
+    if chosen.json is not None:
+        written = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": {"cores": os.cpu_count(), "kernel": platform.release()},
+            "torch": torch.__version__,
+            "io_path": ops.statistics().io_path,
+            **results,
+        }
+        chosen.json.write_text(json.dumps(written, indent=2) + "\n")
+    ops.close()
+    return 0
+
+
+def run_tensors(chosen: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """One tensor after the other."""
     io: IOPath = chosen.io
     torch.set_num_threads(1)  # threads that meet after every product would be what is measured
     ops._engines = Engines(open_timed_engine)
@@ -180,25 +277,22 @@ def main(arguments: list[str]) -> int:
     rows = [
         summarise(measure(config, size_bytes, chosen.count), size_bytes) for size_bytes in (1 << 20, 2 << 20, 8 << 20)
     ]
-    console = Console()
     console.print(render(rows))
     worst_us = max(row["total_us"] for row in rows)
     wake_us = time_to_wake(chosen.count) * 1e6
     console.print(f"To wake a thread takes {wake_us:.1f} µs.", highlight=False)
     console.print(f"Target: below {TARGET_S * 1e6:g} µs; the largest is {worst_us:.1f} µs.", highlight=False)
-    if chosen.json is not None:
-        written = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "machine": {"cores": os.cpu_count(), "kernel": platform.release()},
-            "torch": torch.__version__,
-            "io_path": ops.statistics().io_path,
-            "count": chosen.count,
-            "wake_us": wake_us,
-            "results": rows,
-        }
-        chosen.json.write_text(json.dumps(written, indent=2) + "\n")
-    ops.close()
-    return 0
+    return {"count": chosen.count, "wake_us": wake_us, "results": rows}
+
+
+def run_steps(chosen: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Training steps of a model."""
+    size = {name: getattr(chosen, name) for name in ("layers", "hidden", "batch", "sequence", "vocab")}
+    options = {"max_slowdown": chosen.max_slowdown, "io": chosen.io, "ssd_dir": chosen.ssd_dir}
+    row = measure_steps({"name": chosen.model, **size}, options, chosen.steps)
+    console.print(render_steps(row))
+    console.print(f"{row['tensors']:g} tensors per step.", highlight=False)
+    return {"model": chosen.model, **size, **options, "steps": chosen.steps, "results": [row]}
 
 
 if __name__ == "__main__":

@@ -66,6 +66,23 @@ def test_ops(load: Callable[[str], ModuleType], ssd_dir: str, tmp_path: Path, on
         assert 0 <= row["kernel_us"] < row["total_us"]
 
 
+def test_ops_in_training_steps(
+    load: Callable[[str], ModuleType], ssd_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("offload", "release", "reload", "wait"):
+        monkeypatch.setattr(ops, name, getattr(ops, name))
+    path = tmp_path / "ops.json"
+    # A vocabulary of its own: code that another test has loaded already would call what is timed by nobody.
+    size = ["--layers", "1", "--hidden", "128", "--batch", "8", "--sequence", "256", "--vocab", "311"]
+    arguments = ["--model", "gpt2", *size, "--max-slowdown", "100", "--steps", "2"]
+    assert load("ops").main(["--ssd-dir", ssd_dir, *arguments, "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["results"]
+    assert row["tensors"] >= 1
+    assert all(row[f"{name}_us"] > 0 for name in ("offload", "release", "reload", "wait"))
+    assert 0 <= row["kernel_us"] < row["total_us"]
+    assert 0 < row["step_share"] < 1
+
+
 def test_rivals_at_equal_peak_and_at_equal_time(load: Callable[[str], ModuleType]) -> None:
     rivals = load("rivals")
 

@@ -1,4 +1,4 @@
-"""One report for many tests: six equal layers on a slow disk, so that everything but the last moves."""
+"""One report for many tests."""
 
 from __future__ import annotations
 
@@ -6,38 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor, nn
+from layered import HARDWARE, Layered
 
 from ssdtrain_fx import OffloadConfig, Report, explain
-from ssdtrain_fx.hardware import Channel, Hardware
-
-HARDWARE = Hardware(
-    device="a machine for tests",
-    flops_per_s={"float32": 1e9},
-    memory_bytes_per_s=1e9,
-    elements_per_s={"float32": 1e9},
-    kernel_s=1e-6,
-    write=Channel(bytes_per_s=2e8),
-    read=Channel(bytes_per_s=2e8),
-    share_when_both=0.5,
-    copy_out=Channel(bytes_per_s=1e10),
-    copy_in=Channel(bytes_per_s=1e10),
-    copies_block_compute=True,
-    offload_s=1e-6,
-    reload_s=1e-6,
-    staging_bytes=1 << 14,
-)
-
-
-class Layered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().sum()
 
 
 @pytest.fixture(scope="session")

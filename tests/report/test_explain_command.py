@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import HARDWARE
+from layered import HARDWARE
 from typer.testing import CliRunner, Result
 
 from ssdtrain_fx import Report

@@ -2,8 +2,8 @@
 
 What Inductor offers is in ``_torch_private.inductor``, apart, because importing it takes a second.
 
-Each was checked by running the test suite on 2.11, 2.13 and 2.15, and most of it on 2.12 and 2.14, on a CPU. What
-differs is said at its place.
+Each was checked by running the test suite on 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, on a CPU. What differs is said
+at its place.
 
 | name | without it |
 |---|---|

@@ -120,7 +120,7 @@ def run_aio(file: SpillFile, way: Way, direction: Direction, size_bytes: int, me
 
 
 def _take_answers(aio: KernelAio, in_use: dict[int, int], free: list[int], block: int) -> None:
-    aio.reap(1, 10.0)
+    aio.reap(10.0)
     for cookie, result in aio.answers():
         if result != block:
             raise OSError(f"a transfer of {block} bytes ended with {result}")

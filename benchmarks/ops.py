@@ -15,8 +15,8 @@ below the table.
 The target is less than 30 us per tensor. Run it on an idle machine: with more processes than cores, caches are cold.
 
 With ``--model`` it is the ops of real training steps that are timed. There each one comes after matrix products that
-take many milliseconds, and finds nothing in the caches: every line of Python costs ten times as much. What `release`
-and `wait` waited for the disk is not in the figures.
+take many milliseconds, and finds nothing in the caches: Python costs many times as much. What `release` and `wait`
+waited for the disk is not in the figures.
 """
 
 from __future__ import annotations

@@ -121,17 +121,17 @@ class SlowAio(KernelAio):
         self._end_s[cookie] = self._disk.end_s(Direction.WRITE if opcode == WRITE else Direction.READ, length)
         return super().submit(opcode, descriptor, address, length, offset, cookie)
 
-    def reap(self, min_events: int, timeout_s: float) -> None:
+    def reap(self, timeout_s: float) -> None:
         give_up_s = time.perf_counter() + timeout_s
         self._told = []
         while True:
-            super().reap(0, 0.0)
+            super().reap(0.0)
             self._held.update(super().answers())
             now_s = time.perf_counter()
             for cookie in [cookie for cookie in self._held if self._end_s[cookie] <= now_s]:
                 self._told.append((cookie, self._held.pop(cookie)))
                 del self._end_s[cookie]
-            if len(self._told) >= min_events or now_s >= give_up_s:
+            if self._told or now_s >= give_up_s:
                 return
             time.sleep(
                 max(0.0, min([give_up_s, now_s + 0.001, *(self._end_s[cookie] for cookie in self._held)]) - now_s)

@@ -120,7 +120,7 @@ class AioLane(Lane):
         self._in_flight: dict[int, _Transfer] = {}
         self._cookies = itertools.count(1)
         self._tensor_memory = tensor_memory
-        self._huge_pages = tensor_memory.huge_pages = HugePages()
+        self._huge_pages = HugePages()
         self._reaping = False
         self._closing = False
 
@@ -202,9 +202,12 @@ class AioLane(Lane):
         """A tensor at the start of its storage, with memory for whole pages."""
         if entry.byte_count == 0:
             return super().allocate(entry, stride, device)
-        return self._tensor_memory.allocate(
+        y = self._tensor_memory.allocate(
             entry.size, stride, entry.dtype, entry.byte_count, entry.lead_bytes, idle_bytes
         )
+        if self._tensor_memory.uses_heap(entry.byte_count):
+            self._huge_pages.put_under(y.data_ptr(), entry.byte_count)
+        return y
 
     def close(self, patience: Patience) -> bool:
         ledger = self._ledger
@@ -365,7 +368,7 @@ class AioLane(Lane):
         """Take note of what is over, without blocking; a thread that is blocked for it does so itself."""
         if self._in_flight and not self._reaping:
             try:
-                self._aio.reap(0, 0.0)
+                self._aio.reap(0.0)
             finally:
                 self._take_answers(None)
 
@@ -374,7 +377,7 @@ class AioLane(Lane):
         self._reaping = True
         lock.release()
         try:
-            self._aio.reap(1, timeout_s)
+            self._aio.reap(timeout_s)
         finally:
             end_s = self._ledger.traffic.clock()
             lock.acquire()

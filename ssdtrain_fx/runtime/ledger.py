@@ -303,8 +303,7 @@ class Ledger:
             entry.source = None
             return
         entry.slot = slot = self.slots.allocate(entry.byte_count)
-        if self.slots.end_bytes > self._peak_end_bytes:
-            self._peak_end_bytes = self.slots.end_bytes
+        self._peak_end_bytes = max(self._peak_end_bytes, self.slots.end_bytes)
         start, end = 0, entry.lead_bytes + chunk_bytes
         if self.file.stripe_bytes is not None:  # a multiple of chunk_bytes: every chunk lies in one file
             end -= slot.offset_bytes % chunk_bytes

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from ssdtrain_fx import _torch_private
-from ssdtrain_fx.runtime.huge_pages import HugePages
 from ssdtrain_fx.runtime.slots import ALIGNMENT_BYTES, round_up
 from ssdtrain_fx.runtime.staging import HUGE_PAGE_BYTES
 
@@ -80,8 +79,6 @@ class TensorMemory:
 
     def __init__(self, idle_bytes: int = IDLE_BYTES, *, heap_below_bytes: int = 0) -> None:
         """Tensors of less than ``heap_below_bytes`` come from the heap."""
-        self.huge_pages: HugePages | None = None
-        """What puts huge pages under tensors on the heap."""
         self._heap_below_bytes = heap_below_bytes
         self._idle_limit_bytes = idle_bytes
         self._lock = threading.Lock()
@@ -122,10 +119,7 @@ class TensorMemory:
                     self._collect()
                     self._trim(left_bytes)
             heap = torch.UntypedStorage(byte_count + HEAP_SPARE_BYTES)  # no tensor: torch may be told to fill these
-            address = round_up(heap.data_ptr()) + skip_bytes
-            if self.huge_pages is not None:
-                self.huge_pages.put_under(address, byte_count)
-            array: Any = array_type.from_address(address)
+            array: Any = array_type.from_address(round_up(heap.data_ptr()) + skip_bytes)
             array.lease = heap
         else:
             with self._lock:

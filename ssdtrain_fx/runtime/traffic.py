@@ -70,12 +70,13 @@ class Traffic:
 
     def begin(self, direction: Direction, queued_bytes: int = 0) -> Transfer:
         """``queued_bytes`` is the length of a transfer that the disk serves after those that are under way."""
-        count = self._under_way[direction] = self._under_way[direction] + 1
-        alone = not self._under_way[1 - direction]
-        all_queued_bytes = 0
-        if queued_bytes:
-            all_queued_bytes = self._queued_bytes[direction] = self._queued_bytes[direction] + queued_bytes
-        return direction, self.clock(), count, alone, queued_bytes, all_queued_bytes
+        under_way = self._under_way
+        under_way[direction] += 1
+        alone = not under_way[1 - direction]
+        if not queued_bytes:
+            return direction, self.clock(), under_way[direction], alone, 0, 0
+        self._queued_bytes[direction] += queued_bytes
+        return direction, self.clock(), under_way[direction], alone, queued_bytes, self._queued_bytes[direction]
 
     def end(self, transfer: Transfer, length_bytes: int, end_s: float, *, busy_with: float) -> None:
         """``length_bytes`` were moved until ``end_s``, 0 after an error. ``busy_with`` transfers keep the disk busy.

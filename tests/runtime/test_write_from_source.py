@@ -87,10 +87,10 @@ def test_the_kernel_is_not_asked_what_nobody_needs_to_know(file: MemoryFile, mon
     asked = 0
     reap = file.aio.reap
 
-    def count(min_events: int, timeout_s: float) -> None:
+    def count(timeout_s: float) -> None:
         nonlocal asked
         asked += 1
-        reap(min_events, timeout_s)
+        reap(timeout_s)
 
     monkeypatch.setattr(file.aio, "reap", count)
     with engine_on(file) as engine:

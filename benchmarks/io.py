@@ -35,10 +35,10 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from ssdtrain_fx.reference_rates import FIO_ENGINES
-from ssdtrain_fx.runtime.aio import READ, WRITE, AioUnavailableError, KernelAio
-from ssdtrain_fx.runtime.directory import check_directories, file_system_type
-from ssdtrain_fx.runtime.spill_file import SpillFile
+from ssdtrain_fx.machine.reference_rates import FIO_ENGINES
+from ssdtrain_fx.runtime.lanes.aio import READ, WRITE, AioUnavailableError, KernelAio
+from ssdtrain_fx.runtime.storage.directory import check_directories, file_system_type
+from ssdtrain_fx.runtime.storage.spill_file import SpillFile
 
 MIB = 1 << 20
 HUGE_PAGE_BYTES = 2 * MIB

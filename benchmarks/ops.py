@@ -39,13 +39,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ssdtrain_fx import zoo
 from ssdtrain_fx.runtime import ops
-from ssdtrain_fx.runtime.aio import KernelAio
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
-from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
+from ssdtrain_fx.runtime.lanes.aio import KernelAio
+from ssdtrain_fx.runtime.storage.directory import check_directories
+from ssdtrain_fx.studies import zoo
 
 OPS = ("offload", "release", "reload", "wait")
 TARGET_S = 30e-6

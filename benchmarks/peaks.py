@@ -27,8 +27,8 @@ import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.runtime import engine
+from ssdtrain_fx.studies.zoo import build
 from ssdtrain_fx.units import format_bytes
-from ssdtrain_fx.zoo import build
 
 
 def allocated_peak_bytes(model: torch.nn.Module, batch: tuple[Any, ...], config: OffloadConfig) -> tuple[int, int]:

@@ -42,11 +42,12 @@ from rich.table import Table
 from torch import Tensor, fx
 
 import ssdtrain_fx
-from ssdtrain_fx import OffloadConfig, zoo
+from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx._torch_private import FakeTensorMode
 from ssdtrain_fx.hardware import Channel, Hardware
-from ssdtrain_fx.machine import cpu_model
+from ssdtrain_fx.machine.system import cpu_model
 from ssdtrain_fx.passes import pipeline
+from ssdtrain_fx.studies import zoo
 
 LAYERS = (15, 30, 60, 120, 240)
 ROWS, WIDTH = 4096, 64
@@ -221,7 +222,7 @@ def compile_once(backend: str, layers: int) -> dict[str, Any]:
     config.load_hardware("cpu")  # measured at most once per machine, and no part of a compilation
     torch.compile(torch.sin)(torch.ones(1))  # Inductor is imported now
     seconds = time_passes()
-    backend_module: Any = importlib.import_module("ssdtrain_fx.inductor")
+    backend_module: Any = importlib.import_module("ssdtrain_fx.compiler.inductor")
     backend_module.offload_saved_tensors = pipeline.offload_saved_tensors
     compiled: Any = torch.compile(module, backend="inductor" if backend == "inductor" else ssdtrain_fx.backend(config))
     times: list[float] = []

@@ -32,11 +32,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ssdtrain_fx import bench
 from ssdtrain_fx.cli.common import progress_columns
-from ssdtrain_fx.measure import CONFIDENCE, Run, Step, WorkerError, median_ratio, median_ratio_interval
-from ssdtrain_fx.runtime.directory import check_directories
-from ssdtrain_fx.zoo import MODELS
+from ssdtrain_fx.runtime.storage.directory import check_directories
+from ssdtrain_fx.studies import bench
+from ssdtrain_fx.studies.measure import CONFIDENCE, Run, Step, WorkerError, median_ratio, median_ratio_interval
+from ssdtrain_fx.studies.zoo import MODELS
 
 BUDGETS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_SLOWDOWNS = (0.02, 0.05, 0.1, 0.2)

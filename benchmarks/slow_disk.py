@@ -47,22 +47,23 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from ssdtrain_fx import OffloadConfig, Statistics, backend, explain, zoo
+from ssdtrain_fx import OffloadConfig, Statistics, backend, explain
 from ssdtrain_fx.hardware import Channel, Hardware
-from ssdtrain_fx.passes.plan import Offload
-from ssdtrain_fx.passes.simulate import simulate
-from ssdtrain_fx.passes.transfer_problem import Movable, Placement
-from ssdtrain_fx.probe import load_hardware
+from ssdtrain_fx.machine.probe import load_hardware
+from ssdtrain_fx.passes.planning.plan import Offload
+from ssdtrain_fx.passes.planning.simulate import simulate
+from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement
 from ssdtrain_fx.report.graph_report import GraphReport
 from ssdtrain_fx.runtime import ops
-from ssdtrain_fx.runtime.aio import WRITE, KernelAio
+from ssdtrain_fx.runtime.book.traffic import Direction
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.runtime.directory import check_directories
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
-from ssdtrain_fx.runtime.heap import prepare_heap
-from ssdtrain_fx.runtime.spill_file import SpillFile
-from ssdtrain_fx.runtime.traffic import Direction
+from ssdtrain_fx.runtime.lanes.aio import WRITE, KernelAio
+from ssdtrain_fx.runtime.memory.heap import prepare_heap
+from ssdtrain_fx.runtime.storage.directory import check_directories
+from ssdtrain_fx.runtime.storage.spill_file import SpillFile
+from ssdtrain_fx.studies import zoo
 from ssdtrain_fx.units import format_bytes
 
 WARM_UP_ROUNDS = 3

@@ -1,7 +1,7 @@
 """Offload saved activations to SSD from inside ``torch.compile``."""
 
+from ssdtrain_fx.compiler.dynamo_backend import backend
 from ssdtrain_fx.config import OffloadConfig
-from ssdtrain_fx.dynamo_backend import backend
 from ssdtrain_fx.errors import (
     ActivationLostError,
     BudgetError,
@@ -13,9 +13,9 @@ from ssdtrain_fx.errors import (
     StalledDiskError,
 )
 from ssdtrain_fx.report import Report, explain
-from ssdtrain_fx.rok_curve import RokCurve, RokOutcome, RokPoint, rok
 from ssdtrain_fx.runtime.ops import statistics, trace
 from ssdtrain_fx.runtime.statistics import Statistics
+from ssdtrain_fx.studies.rok_curve import RokCurve, RokOutcome, RokPoint, rok
 
 __all__ = [
     "ActivationLostError",

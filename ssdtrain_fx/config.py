@@ -16,14 +16,14 @@ import torch
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.function_names import cache_name
 from ssdtrain_fx.hardware import Hardware
-from ssdtrain_fx.passes.policy import Policy
-from ssdtrain_fx.passes.run_custom_passes import JointPass
-from ssdtrain_fx.passes.transfer_problem import HostTier
+from ssdtrain_fx.passes.planning.policy import Policy
+from ssdtrain_fx.passes.planning.transfer_problem import HostTier
+from ssdtrain_fx.passes.rewrites.run_custom_passes import JointPass
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
-from ssdtrain_fx.runtime.staging import CHUNK_BYTES
+from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from ssdtrain_fx.call_times import CallTimes
+    from ssdtrain_fx.machine.call_times import CallTimes
 
 Inner = Literal["inductor", "aot_eager"]
 PolicyName = Literal["auto", "all"]
@@ -179,7 +179,7 @@ class OffloadConfig:
         if isinstance(self.hardware, Hardware):
             return self.hardware
         if self.hardware is None:
-            from ssdtrain_fx.probe import load_hardware
+            from ssdtrain_fx.machine.probe import load_hardware
 
             # In a thread of its own: modes belong to threads, and under the FakeTensorMode of a trace nothing is run.
             with ThreadPoolExecutor(1) as pool:
@@ -207,7 +207,7 @@ class OffloadConfig:
         """
         if self.costs == "roofline":
             return None
-        from ssdtrain_fx.call_times import load_call_times
+        from ssdtrain_fx.machine.call_times import load_call_times
 
         return load_call_times(device)
 

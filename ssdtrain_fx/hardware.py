@@ -1,6 +1,6 @@
 """What the planner knows about a machine: rates and latencies, as one frozen value that is stored as JSON.
 
-A profile belongs to one device and one directory. ``ssdtrain_fx.probe`` measures it; the planner only reads it, so the
+A profile belongs to one device and one directory. ``ssdtrain_fx.machine.probe`` measures it; the planner only reads it, so the
 same profile and the same graph give the same plan.
 """
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from ssdtrain_fx import OffloadConfig, Statistics, backend, statistics, zoo
+from ssdtrain_fx import OffloadConfig, Statistics, backend, statistics
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.runtime import ops
+from ssdtrain_fx.studies import zoo
 from ssdtrain_fx.testing import CapturedStep, assert_same_bits, capture_step, gradients_of, toy_hardware
 
 NUM_STEPS = 3

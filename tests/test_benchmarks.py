@@ -14,10 +14,11 @@ import torch
 from steps import FAST_DISK
 
 import ssdtrain_fx
-from ssdtrain_fx import OffloadConfig, zoo
+from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.runtime import engine, ops
-from ssdtrain_fx.runtime.aio import AioUnavailableError, KernelAio
+from ssdtrain_fx.runtime.lanes.aio import AioUnavailableError, KernelAio
+from ssdtrain_fx.studies import zoo
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

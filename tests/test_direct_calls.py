@@ -15,7 +15,7 @@ from ssdtrain_fx import OffloadConfig, _torch_private
 from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx._torch_private.direct_calls import DirectCall
 from ssdtrain_fx.errors import InternalError
-from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.config import EngineConfig
 

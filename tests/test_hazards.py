@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ssdtrain_fx import OffloadConfig, backend
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.runtime import engine as engine_module
-from ssdtrain_fx.runtime.admission import Admission
-from ssdtrain_fx.runtime.layout import copy_with_layout
+from ssdtrain_fx.runtime.book.admission import Admission
+from ssdtrain_fx.runtime.memory.layout import copy_with_layout
 from ssdtrain_fx.testing import assert_same_bits, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")

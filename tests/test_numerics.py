@@ -16,7 +16,7 @@ from steps import FAST_DISK, Autocast, counted, small_model
 
 from ssdtrain_fx import OffloadConfig, backend, explain
 from ssdtrain_fx.hardware import Channel
-from ssdtrain_fx.passes.plan import Plan
+from ssdtrain_fx.passes.planning.plan import Plan
 from ssdtrain_fx.testing import assert_same_bits, train
 
 MODELS = ["gpt2", "bert", "t5", "llama", "encoder", "conv"]
@@ -159,7 +159,7 @@ def test_inductor_in_full(name: str, dropout: float, fallback_random: bool, auto
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", MODELS)
 def test_inductor_with_default_options_on_tensors_that_are_large_enough(name: str) -> None:
-    from ssdtrain_fx import zoo
+    from ssdtrain_fx.studies import zoo
 
     torch.manual_seed(0)
     model, make_batch = zoo.build(name, layers=2, hidden=128, sequence=256, vocab=256, batch=8)

@@ -47,7 +47,7 @@ def test_the_wheel_is_typed_and_licensed(wheel: zipfile.ZipFile) -> None:
 def test_the_wheel_registers_the_backend_and_the_command(wheel: zipfile.ZipFile) -> None:
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read("ssdtrain_fx-0.1.0.dist-info/entry_points.txt").decode())
-    assert dict(entry_points["torch_dynamo_backends"]) == {"ssdtrain": "ssdtrain_fx.dynamo_backend:ssdtrain"}
+    assert dict(entry_points["torch_dynamo_backends"]) == {"ssdtrain": "ssdtrain_fx.compiler.dynamo_backend:ssdtrain"}
     assert dict(entry_points["console_scripts"]) == {"ssdtrain-fx": "ssdtrain_fx.__main__:main"}
 
 

@@ -16,7 +16,7 @@ import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx._torch_private import functorch_config_patch
 from ssdtrain_fx.hardware import Channel
-from ssdtrain_fx.passes.store_sums import WAITS_FOR_KERNELS
+from ssdtrain_fx.passes.rewrites.store_sums import WAITS_FOR_KERNELS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

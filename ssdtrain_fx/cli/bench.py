@@ -10,7 +10,6 @@ from typing import Annotated, Literal, cast, get_args
 import typer
 from rich.progress import Progress
 
-from ssdtrain_fx.bench import BASE, count_steps, find_base, measure, render_table, to_json
 from ssdtrain_fx.cli.common import (
     EXIT_DIFFERENT,
     EXIT_FAILED,
@@ -21,10 +20,11 @@ from ssdtrain_fx.cli.common import (
     progress_columns,
 )
 from ssdtrain_fx.config import OffloadConfig
-from ssdtrain_fx.measure import Run, Step, Variant, WorkerError, choose_device
-from ssdtrain_fx.runtime.directory import check_directories
+from ssdtrain_fx.runtime.storage.directory import check_directories
+from ssdtrain_fx.studies.bench import BASE, count_steps, find_base, measure, render_table, to_json
+from ssdtrain_fx.studies.measure import Run, Step, Variant, WorkerError, choose_device
+from ssdtrain_fx.studies.zoo import MODELS
 from ssdtrain_fx.units import format_bytes
-from ssdtrain_fx.zoo import MODELS
 
 VARIANTS = tuple(name for name in get_args(Variant) if name != "budget")
 """Without the one that is a family: it takes a budget, which `benchmarks/rivals.py` sweeps."""

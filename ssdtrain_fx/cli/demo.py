@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from ssdtrain_fx import demo as demonstration
 from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, DeviceOption, JsonTarget, progress_columns
-from ssdtrain_fx.measure import Step, Variant, WorkerError, choose_device
+from ssdtrain_fx.studies import demo as demonstration
+from ssdtrain_fx.studies.measure import Step, Variant, WorkerError, choose_device
 
 
 def demo(

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ssdtrain_fx.cli.common import EXIT_PROBLEM, JsonTarget
-from ssdtrain_fx.doctor import Finding, examine
+from ssdtrain_fx.doctor.examine import Finding, examine
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 

@@ -9,13 +9,13 @@ import torch
 import typer
 
 from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, load_callable, parse_options
+from ssdtrain_fx.compiler.save_graphs import save_joint_graphs
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import BudgetError, ConfigError
 from ssdtrain_fx.report import explain as explain_model
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, TB
 from ssdtrain_fx.report.table import Sort
-from ssdtrain_fx.save_graphs import save_joint_graphs
-from ssdtrain_fx.zoo import MODELS, build
+from ssdtrain_fx.studies.zoo import MODELS, build
 
 
 def explain(

@@ -13,10 +13,10 @@ from rich.table import Table
 from ssdtrain_fx.cli.common import EXIT_FAILED, DeviceOption, JsonTarget, SsdDirOption, progress_columns
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Hardware
-from ssdtrain_fx.measure import choose_device
-from ssdtrain_fx.probe import probe_and_store
-from ssdtrain_fx.probe_transfers import MOST_BYTES_PER_S
-from ssdtrain_fx.reference_rates import ReferenceRates, run_fio
+from ssdtrain_fx.machine.probe import probe_and_store
+from ssdtrain_fx.machine.probe_transfers import MOST_BYTES_PER_S
+from ssdtrain_fx.machine.reference_rates import ReferenceRates, run_fio
+from ssdtrain_fx.studies.measure import choose_device
 from ssdtrain_fx.units import format_bytes
 
 

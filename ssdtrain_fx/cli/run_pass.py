@@ -13,8 +13,8 @@ from rich.text import Text
 from ssdtrain_fx.cli.common import EXIT_FAILED, EXIT_PROBLEM, JsonTarget, parse_options
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import BudgetError, ConfigError, InternalError
-from ssdtrain_fx.pass_runner import PASSES, PassResult, run_pass
-from ssdtrain_fx.passes.graph_json import from_json, to_json
+from ssdtrain_fx.passes.graph.graph_json import from_json, to_json
+from ssdtrain_fx.report.pass_runner import PASSES, PassResult, run_pass
 
 
 def _list_passes(wanted: bool) -> None:

@@ -21,27 +21,27 @@ from torch import fx
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.hardware import Hardware
-from ssdtrain_fx.passes.analysis import Analysis, analyse
-from ssdtrain_fx.passes.apply_policy import apply_policy
-from ssdtrain_fx.passes.chains import name_link
-from ssdtrain_fx.passes.choose_recomputations import propose_recomputations
-from ssdtrain_fx.passes.copy_out_views import copy_out_views
-from ssdtrain_fx.passes.describe_schedule import ScheduleDescriber, Timeline
-from ssdtrain_fx.passes.find_recomputations import Recomputation
-from ssdtrain_fx.passes.insert_offloads import insert_offloads
-from ssdtrain_fx.passes.insert_recomputations import insert_recomputations
-from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, join, split
-from ssdtrain_fx.passes.node_calls import CostSources, Times
-from ssdtrain_fx.passes.place_transfers import floor_bytes
-from ssdtrain_fx.passes.plan import Plan
-from ssdtrain_fx.passes.plan_offloads import add_recomputations, plan_offloads, pose_problem
-from ssdtrain_fx.passes.policy import Budget
-from ssdtrain_fx.passes.run_custom_passes import run_custom_passes
-from ssdtrain_fx.passes.simulate import ROUNDING
-from ssdtrain_fx.passes.sink_matrix_products import sink_matrix_products
-from ssdtrain_fx.passes.store_sums import store_sums
-from ssdtrain_fx.passes.transfer_problem import TransferProblem
-from ssdtrain_fx.passes.verify_offloads import verify_offloads
+from ssdtrain_fx.passes.analysis.analyse import Analysis, analyse
+from ssdtrain_fx.passes.analysis.chains import name_link
+from ssdtrain_fx.passes.analysis.describe_schedule import ScheduleDescriber, Timeline
+from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
+from ssdtrain_fx.passes.analysis.node_calls import CostSources, Times
+from ssdtrain_fx.passes.decisions.apply_policy import apply_policy
+from ssdtrain_fx.passes.decisions.plan_offloads import add_recomputations, plan_offloads, pose_problem
+from ssdtrain_fx.passes.decisions.propose_recomputations import propose_recomputations
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, join, split
+from ssdtrain_fx.passes.planning.place_transfers import floor_bytes
+from ssdtrain_fx.passes.planning.plan import Plan
+from ssdtrain_fx.passes.planning.policy import Budget
+from ssdtrain_fx.passes.planning.simulate import ROUNDING
+from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
+from ssdtrain_fx.passes.rewrites.copy_out_views import copy_out_views
+from ssdtrain_fx.passes.rewrites.insert_offloads import insert_offloads
+from ssdtrain_fx.passes.rewrites.insert_recomputations import insert_recomputations
+from ssdtrain_fx.passes.rewrites.run_custom_passes import run_custom_passes
+from ssdtrain_fx.passes.rewrites.sink_matrix_products import sink_matrix_products
+from ssdtrain_fx.passes.rewrites.store_sums import store_sums
+from ssdtrain_fx.passes.rewrites.verify_offloads import verify_offloads
 from ssdtrain_fx.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def offload_saved_tensors(
         hardware: what the plan is made for.
         times: measured times of what is not fused. None: all nodes are by roofline.
         describe: also tell the timeline and print the graph before and after: seconds for thousands of nodes.
-        activation_inputs: see :func:`~ssdtrain_fx.passes.chains.find_activation_inputs`.
+        activation_inputs: see :func:`~ssdtrain_fx.passes.analysis.chains.find_activation_inputs`.
 
     Raises:
         BudgetError: ``memory_budget_bytes`` is out of reach.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ssdtrain_fx.passes.plan import Decision, Offload
+from ssdtrain_fx.passes.planning.plan import Decision, Offload
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

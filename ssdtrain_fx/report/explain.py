@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from ssdtrain_fx.aot_eager import compile_with_aot_eager
+from ssdtrain_fx.compiler.aot_eager import compile_with_aot_eager
+from ssdtrain_fx.compiler.dry_run import compile_to_zeros, run_dry
 from ssdtrain_fx.config import OffloadConfig
-from ssdtrain_fx.dry_run import compile_to_zeros, run_dry
 from ssdtrain_fx.passes.pipeline import OffloadedStep
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, Endurance
 from ssdtrain_fx.report.graph_report import GraphReport
@@ -44,7 +44,7 @@ def explain(
         ConfigError: ``rated_endurance_bytes`` is not above 0.
         BudgetError: ``config.memory_budget_bytes`` is out of reach.
     """
-    from ssdtrain_fx.inductor import trace_with_inductor
+    from ssdtrain_fx.compiler.inductor import trace_with_inductor
 
     config = OffloadConfig() if config is None else config
     Endurance(rated_endurance_bytes, 0, 0.0)  # refused before anything is traced

@@ -8,11 +8,11 @@ import dataclasses
 import networkx as nx
 
 from ssdtrain_fx.config import OffloadConfig
-from ssdtrain_fx.passes.dependencies import find_dependencies
-from ssdtrain_fx.passes.describe_schedule import Timeline
-from ssdtrain_fx.passes.node_calls import CostSources
-from ssdtrain_fx.passes.plan import Peak, Plan
-from ssdtrain_fx.passes.transfer_problem import TransferProblem
+from ssdtrain_fx.passes.analysis.dependencies import find_dependencies
+from ssdtrain_fx.passes.analysis.describe_schedule import Timeline
+from ssdtrain_fx.passes.analysis.node_calls import CostSources
+from ssdtrain_fx.passes.planning.plan import Peak, Plan
+from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
 from ssdtrain_fx.report.decisions import style_of
 from ssdtrain_fx.report.endurance import Endurance
 from ssdtrain_fx.report.graphs import diff_graphs, render_svg, to_dot
@@ -62,7 +62,7 @@ class GraphReport:
         Solves the problem exactly, which takes minutes from some fifty storages on; then the bound counts. The exact
         planner knows no host tier: a plan with one may be below the bound.
         """
-        from ssdtrain_fx.passes.solve_exactly import solve_exactly  # scipy takes a second to import
+        from ssdtrain_fx.passes.planning.solve_exactly import solve_exactly  # scipy takes a second to import
 
         allowed = max(config.max_slowdown, self.plan.slowdown)
         exact = solve_exactly(self.problem, max_slowdown=allowed, time_limit_s=time_limit_s)
@@ -118,7 +118,7 @@ class GraphReport:
 
     def to_networkx(self, *, after: bool = True) -> nx.DiGraph[str]:
         """Nodes and storages of the rewritten graph, or with ``after=False`` of the one before, and who makes, reads,
-        views and frees what: see :func:`~ssdtrain_fx.passes.dependencies.find_dependencies`."""
+        views and frees what: see :func:`~ssdtrain_fx.passes.analysis.dependencies.find_dependencies`."""
         return find_dependencies(self.timeline.after if after else self.timeline.before)
 
     def to_dot(self, *, after: bool = True, around: str | None = None, hops: int = 2) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import networkx as nx
 
 from ssdtrain_fx.errors import SSDTrainError
-from ssdtrain_fx.passes.dependencies import find_dependencies
-from ssdtrain_fx.passes.describe_schedule import Schedule
+from ssdtrain_fx.passes.analysis.dependencies import find_dependencies
+from ssdtrain_fx.passes.analysis.describe_schedule import Schedule
 
 GRAPHVIZ_TIMEOUT_S = 60
 MAX_LINE = 500

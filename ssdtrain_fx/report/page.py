@@ -10,7 +10,7 @@ import importlib.resources
 import json
 from typing import Any
 
-from ssdtrain_fx.passes.describe_schedule import Schedule
+from ssdtrain_fx.passes.analysis.describe_schedule import Schedule
 from ssdtrain_fx.report.decisions import style_of
 from ssdtrain_fx.report.endurance import format_lifetime
 from ssdtrain_fx.report.graph_report import GraphReport

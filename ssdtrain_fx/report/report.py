@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import networkx as nx
 
-from ssdtrain_fx.passes.plan import Plan
-from ssdtrain_fx.plain_values import from_plain
+from ssdtrain_fx.passes.planning.plan import Plan
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, Endurance
 from ssdtrain_fx.report.graph_report import GraphReport
+from ssdtrain_fx.report.plain_values import from_plain
 from ssdtrain_fx.report.table import Sort
 
 SCHEMA = "ssdtrain_fx.report/1"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 from ssdtrain_fx.errors import ConfigError
-from ssdtrain_fx.passes.plan import SavedStorage
+from ssdtrain_fx.passes.planning.plan import SavedStorage
 from ssdtrain_fx.report.decisions import style_of
 from ssdtrain_fx.units import format_bytes
 

@@ -35,32 +35,32 @@ import torch
 from torch import Tensor
 
 from ssdtrain_fx.errors import ConfigError, InternalError
-from ssdtrain_fx.runtime.admission import Admission
-from ssdtrain_fx.runtime.aio import Aio, AioUnavailableError, KernelAio
-from ssdtrain_fx.runtime.aio_lane import DIRECT_CHUNK_BYTES, FROM_SOURCE_BYTES, AioLane
+from ssdtrain_fx.runtime.book.admission import Admission
+from ssdtrain_fx.runtime.book.ledger import Ahead, Entry, Fill, Ledger, lost
+from ssdtrain_fx.runtime.book.traffic import Direction, Traffic
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
-from ssdtrain_fx.runtime.cuda import CudaMover
-from ssdtrain_fx.runtime.directory import check_directories
-from ssdtrain_fx.runtime.graph_runs import GraphRuns
-from ssdtrain_fx.runtime.heap import prepare_heap
-from ssdtrain_fx.runtime.held_tensors import HeldTensors
-from ssdtrain_fx.runtime.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
-from ssdtrain_fx.runtime.kvikio_io import KvikioLane, KvikioMover
-from ssdtrain_fx.runtime.lane import Lane
-from ssdtrain_fx.runtime.layout import copy_elements, copy_with_layout, movable, same_layout, span_bytes
-from ssdtrain_fx.runtime.ledger import Ahead, Entry, Fill, Ledger, lost
-from ssdtrain_fx.runtime.movers import CpuMover
-from ssdtrain_fx.runtime.patience import Clock
-from ssdtrain_fx.runtime.spill_file import ChunkFile
-from ssdtrain_fx.runtime.staging import CHUNK_BYTES, StagingPool
-from ssdtrain_fx.runtime.stalls import Stalls
+from ssdtrain_fx.runtime.handles.tokens import Owner
+from ssdtrain_fx.runtime.lanes.aio import Aio, AioUnavailableError, KernelAio
+from ssdtrain_fx.runtime.lanes.aio_lane import DIRECT_CHUNK_BYTES, FROM_SOURCE_BYTES, AioLane
+from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
+from ssdtrain_fx.runtime.lanes.kvikio_io import KvikioLane, KvikioMover
+from ssdtrain_fx.runtime.lanes.lane import Lane
+from ssdtrain_fx.runtime.lanes.thread_lane import ThreadLane
+from ssdtrain_fx.runtime.memory.cuda import CudaMover
+from ssdtrain_fx.runtime.memory.heap import prepare_heap
+from ssdtrain_fx.runtime.memory.layout import copy_elements, copy_with_layout, movable, same_layout, span_bytes
+from ssdtrain_fx.runtime.memory.movers import CpuMover
+from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, StagingPool
+from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
+from ssdtrain_fx.runtime.policy.graph_runs import GraphRuns
+from ssdtrain_fx.runtime.policy.held_tensors import HeldTensors
+from ssdtrain_fx.runtime.policy.patience import Clock
+from ssdtrain_fx.runtime.policy.stalls import Stalls
 from ssdtrain_fx.runtime.statistics import Statistics
-from ssdtrain_fx.runtime.striped_file import open_spill_file
-from ssdtrain_fx.runtime.tensor_memory import TensorMemory
-from ssdtrain_fx.runtime.thread_lane import ThreadLane
-from ssdtrain_fx.runtime.tokens import Owner
+from ssdtrain_fx.runtime.storage.directory import check_directories
+from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
+from ssdtrain_fx.runtime.storage.striped_file import open_spill_file
 from ssdtrain_fx.runtime.trace import Trace, record_calls
-from ssdtrain_fx.runtime.traffic import Direction, Traffic
 
 log = logging.getLogger(__name__)
 

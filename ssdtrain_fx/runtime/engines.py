@@ -22,8 +22,8 @@ from torch import Tensor
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.handles.tokens import Owner, handle_of
 from ssdtrain_fx.runtime.statistics import Statistics
-from ssdtrain_fx.runtime.tokens import Owner, handle_of
 from ssdtrain_fx.runtime.trace import Trace
 
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.kvikio_choice import Kvikio, Trial, TrialError
-from ssdtrain_fx.runtime.kvikio_io import DeviceFile
-from ssdtrain_fx.runtime.spill_file import ChunkFile
-from ssdtrain_fx.runtime.striped_file import open_spill_file
+from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio, Trial, TrialError
+from ssdtrain_fx.runtime.lanes.kvikio_io import DeviceFile
+from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
+from ssdtrain_fx.runtime.storage.striped_file import open_spill_file
 
 PATTERN_BYTES = 1 << 20
 TENSOR_BYTES = 16 << 20

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from ssdtrain_fx.runtime.engines import Engines
+from ssdtrain_fx.runtime.handles.tickets import Reloading, Tickets
+from ssdtrain_fx.runtime.handles.tokens import Owner, make_token
 from ssdtrain_fx.runtime.statistics import Statistics
-from ssdtrain_fx.runtime.tickets import Reloading, Tickets
-from ssdtrain_fx.runtime.tokens import Owner, make_token
 from ssdtrain_fx.runtime.trace import record
 
 EXIT_TIMEOUT_S = 5.0

@@ -37,8 +37,8 @@ from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from ssdtrain_fx.runtime.ledger import Chunk, Entry
-    from ssdtrain_fx.runtime.tokens import Owner
+    from ssdtrain_fx.runtime.book.ledger import Chunk, Entry
+    from ssdtrain_fx.runtime.handles.tokens import Owner
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ A test captures a training step, rewrites its joint graph, and looks at three th
 Nothing here is needed for training.
 """
 
-from ssdtrain_fx.passes.op_targets import find as calls
+from ssdtrain_fx.passes.graph.op_targets import find as calls
 from ssdtrain_fx.testing.analyse import GraphAnalysis, analyse, toy_hardware
 from ssdtrain_fx.testing.capture import CapturedStep, Partition, capture_step, min_cut, save_all
 from ssdtrain_fx.testing.compare import assert_same_bits

@@ -7,18 +7,18 @@ from typing import Any
 
 from ssdtrain_fx.config import PolicyName
 from ssdtrain_fx.hardware import Channel, Hardware
-from ssdtrain_fx.passes.alias_sets import AliasSets, find_alias_sets
-from ssdtrain_fx.passes.analysis import Analysis
-from ssdtrain_fx.passes.apply_policy import apply_policy
-from ssdtrain_fx.passes.candidates import Candidate, find_candidates
-from ssdtrain_fx.passes.insert_offloads import insert_offloads
-from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
-from ssdtrain_fx.passes.liveness import find_live_intervals
-from ssdtrain_fx.passes.plan import Plan
-from ssdtrain_fx.passes.plan_offloads import plan_offloads, pose_problem
-from ssdtrain_fx.passes.policy import Budget, Policy
-from ssdtrain_fx.passes.transfer_problem import HostTier
-from ssdtrain_fx.passes.verify_offloads import verify_offloads
+from ssdtrain_fx.passes.analysis.analyse import Analysis
+from ssdtrain_fx.passes.analysis.candidates import Candidate, find_candidates
+from ssdtrain_fx.passes.analysis.liveness import find_live_intervals
+from ssdtrain_fx.passes.decisions.apply_policy import apply_policy
+from ssdtrain_fx.passes.decisions.plan_offloads import plan_offloads, pose_problem
+from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_alias_sets
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.planning.plan import Plan
+from ssdtrain_fx.passes.planning.policy import Budget, Policy
+from ssdtrain_fx.passes.planning.transfer_problem import HostTier
+from ssdtrain_fx.passes.rewrites.insert_offloads import insert_offloads
+from ssdtrain_fx.passes.rewrites.verify_offloads import verify_offloads
 from ssdtrain_fx.testing.capture import CapturedStep
 
 _ENGINE = "{}"

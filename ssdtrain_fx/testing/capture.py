@@ -11,8 +11,8 @@ from functorch.compile import default_partition, min_cut_rematerialization_parti
 from torch import Tensor, fx
 
 from ssdtrain_fx import _torch_private
-from ssdtrain_fx.aot_eager import run_node_by_node
-from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, join
+from ssdtrain_fx.compiler.aot_eager import run_node_by_node
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, join
 from ssdtrain_fx.testing.interpret import MeasuredMemory, copies, measure_memory, run
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ssdtrain_fx import _torch_private
-from ssdtrain_fx.passes.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def run(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
 def measure_memory(gm: fx.GraphModule, args: Sequence[Any]) -> MeasuredMemory:
     """As ``run``, and ask at every node which storages exist.
 
-    An oracle that shares nothing with ``ssdtrain_fx.passes.liveness``: it looks at weak references to real storages,
+    An oracle that shares nothing with ``ssdtrain_fx.passes.analysis.liveness``: it looks at weak references to real storages,
     and knows no graph.
     """
     counter = _StorageCounter(gm)

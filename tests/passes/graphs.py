@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.testing import CapturedStep, Partition, capture_step, capture_toy, save_all
 
 RANDOM_OPS = ["add", "mul", "relu", "sin", "mm", "transpose", "view", "reshape", "split", "expand", "softmax", "norm"]

@@ -16,7 +16,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ssdtrain_fx.hardware import Channel, Hardware
-from ssdtrain_fx.passes.transfer_problem import Movable, TransferProblem
+from ssdtrain_fx.passes.planning.transfer_problem import Movable, TransferProblem
 from ssdtrain_fx.testing import toy_hardware
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ from torch import fx
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx._torch_private import inductor as private
-from ssdtrain_fx.aot_eager import run_node_by_node
-from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph, join, split
+from ssdtrain_fx.compiler.aot_eager import run_node_by_node
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, join, split
 
 Rewrite = Callable[[ScheduledJointGraph], ScheduledJointGraph]
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from ssdtrain_fx import OffloadConfig, Report, explain
-from ssdtrain_fx.passes.node_calls import CostSources, Unmeasured
-from ssdtrain_fx.passes.plan import Decision, Keep
+from ssdtrain_fx.passes.analysis.node_calls import CostSources, Unmeasured
+from ssdtrain_fx.passes.planning.plan import Decision, Keep
 from ssdtrain_fx.report.decisions import STYLES
 from ssdtrain_fx.report.page import render_page
-from ssdtrain_fx.zoo import build
+from ssdtrain_fx.studies.zoo import build
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SWITCHES = (

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ssdtrain_fx import ConfigError, OffloadConfig, Report, SSDTrainError
-from ssdtrain_fx.passes.plan import Keep, Offload, Plan, SavedStorage
+from ssdtrain_fx.passes.planning.plan import Keep, Offload, Plan, SavedStorage
 from ssdtrain_fx.report.decisions import style_of
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, DAY_S, TB, YEAR_S, Endurance, format_lifetime
 from ssdtrain_fx.report.table import COLUMNS, make_rows

@@ -25,10 +25,10 @@ from typing import Any, Literal
 from runtime_fakes import FakeCuda, GrowingBytes, KvikioStandInEngine, StandInEngine, no_aio
 from torch import Tensor
 
-from ssdtrain_fx.runtime.aio import WRITE
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.spill_file import bytes_done
+from ssdtrain_fx.runtime.lanes.aio import WRITE
+from ssdtrain_fx.runtime.storage.spill_file import bytes_done
 
 CHUNK_BYTES = 4096
 

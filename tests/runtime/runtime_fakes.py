@@ -16,16 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ssdtrain_fx.runtime.aio import WRITE, Aio, AioUnavailableError
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.runtime.cuda import CudaMover
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.kvikio_choice import Kvikio
-from ssdtrain_fx.runtime.lane import Lane
-from ssdtrain_fx.runtime.patience import Clock
-from ssdtrain_fx.runtime.spill_file import ChunkFile
-from ssdtrain_fx.runtime.staging import StagingPool
-from ssdtrain_fx.runtime.thread_lane import ThreadLane
+from ssdtrain_fx.runtime.lanes.aio import WRITE, Aio, AioUnavailableError
+from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio
+from ssdtrain_fx.runtime.lanes.lane import Lane
+from ssdtrain_fx.runtime.lanes.thread_lane import ThreadLane
+from ssdtrain_fx.runtime.memory.cuda import CudaMover
+from ssdtrain_fx.runtime.memory.staging import StagingPool
+from ssdtrain_fx.runtime.policy.patience import Clock
+from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
 
 
 class GrowingBytes:

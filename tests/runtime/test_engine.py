@@ -144,7 +144,7 @@ def test_what_somebody_waits_for_goes_first(file: MemoryFile, directory: str, mo
 
     Then somebody waits for c: c is read first, then the other reloads, and the writes come last.
     """
-    monkeypatch.setattr("ssdtrain_fx.runtime.movers.CpuMover.thread_count", 1)
+    monkeypatch.setattr("ssdtrain_fx.runtime.memory.movers.CpuMover.thread_count", 1)
     with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
         file.aio.depth = 1
         originals = [torch.arange(512) * factor for factor in (1, 2, 3)]
@@ -299,7 +299,7 @@ def test_statistics_of_one_step(file: MemoryFile, directory: str) -> None:
 
 
 def test_a_large_file_is_cut_after_use(file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssdtrain_fx.runtime.ledger.TRIM_ABOVE_BYTES", 8192)
+    monkeypatch.setattr("ssdtrain_fx.runtime.book.ledger.TRIM_ABOVE_BYTES", 8192)
     with engine_on(file, directory) as engine:
         large = offload(engine, torch.arange(10_000))
         engine.wait_until_idle()
@@ -317,7 +317,7 @@ def test_a_large_file_is_cut_after_use(file: MemoryFile, directory: str, monkeyp
 def test_a_file_that_cannot_be_cut_keeps_its_size_and_training_goes_on(
     file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ssdtrain_fx.runtime.ledger.TRIM_ABOVE_BYTES", 8192)
+    monkeypatch.setattr("ssdtrain_fx.runtime.book.ledger.TRIM_ABOVE_BYTES", 8192)
 
     def refuse(size_bytes: int, from_bytes: int) -> None:
         raise OSError(errno.EIO, "Input/output error")

@@ -38,8 +38,8 @@ from hypothesis import strategies as st
 from steps import FAST_DISK
 from torch import Tensor, fx
 
+from ssdtrain_fx.compiler.dynamo_backend import backend
 from ssdtrain_fx.config import OffloadConfig
-from ssdtrain_fx.dynamo_backend import backend
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, StalledDiskError
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.config import EngineConfig

@@ -13,7 +13,7 @@ from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.runtime import ops as runtime
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engines import Engines
-from ssdtrain_fx.runtime.tokens import make_token
+from ssdtrain_fx.runtime.handles.tokens import make_token
 
 ops = torch.ops.ssdtrain
 

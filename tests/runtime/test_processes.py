@@ -151,11 +151,11 @@ def test_a_forked_child_has_engines_of_its_own(tmp_path: Path) -> None:
 
 HANGING = {
     "posix": """
-        from ssdtrain_fx.runtime.spill_file import SpillFile
+        from ssdtrain_fx.runtime.storage.spill_file import SpillFile
         SpillFile.write = lambda *arguments: threading.Event().wait()
     """,
     "aio": """
-        from ssdtrain_fx.runtime.aio import KernelAio
+        from ssdtrain_fx.runtime.lanes.aio import KernelAio
         KernelAio.submit = lambda *arguments: True
         KernelAio.close = lambda *arguments: threading.Event().wait()
     """,

@@ -20,7 +20,7 @@ from runtime_fakes import fetch, offload
 from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError
-from ssdtrain_fx.runtime.admission import BALANCE_LIMIT_S, MIN_STALL_SHARE
+from ssdtrain_fx.runtime.book.admission import BALANCE_LIMIT_S, MIN_STALL_SHARE
 from ssdtrain_fx.runtime.engine import Engine
 
 THREADS = 4

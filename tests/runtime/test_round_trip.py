@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from runtime_fakes import fetch, no_aio, offload
 from torch import Tensor
 
-from ssdtrain_fx.runtime.aio import KernelAio
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.lanes.aio import KernelAio
 
 DTYPES = [
     torch.float32,

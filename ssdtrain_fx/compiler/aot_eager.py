@@ -1,0 +1,69 @@
+"""Offloading without a compiler: AOTAutograd's two graphs, rewritten and run node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx
+
+from ssdtrain_fx import _torch_private
+from ssdtrain_fx.config import OffloadConfig, device_of
+from ssdtrain_fx.passes.analysis.chains import find_activation_inputs
+from ssdtrain_fx.passes.graph.op_targets import RELOAD, WAIT, find
+from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
+
+
+def compile_with_aot_eager(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: OffloadConfig,
+    *,
+    observe: Callable[[OffloadedStep], None] | None = None,
+    compiler: _torch_private.AOTCompiler | None = None,
+) -> Callable[..., Any]:
+    """What ``torch.compile(backend="aot_eager")`` does, with offloading.
+
+    Args:
+        observe: called with every rewritten step.
+        compiler: gets the two graphs; None runs them node by node.
+    """
+
+    device, activation_inputs = device_of(example_inputs), find_activation_inputs(example_inputs)
+
+    def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        step = offload_saved_tensors(
+            forward,
+            backward,
+            num_forward_outputs=kwargs["num_fwd_outputs"],
+            config=config,
+            hardware=config.load_hardware(device),
+            times=config.load_call_times(device),
+            describe=observe is not None,
+            activation_inputs=activation_inputs,
+        )
+        if observe is not None:
+            observe(step)
+        for node in (*find(step.backward.graph, RELOAD), *find(step.backward.graph, WAIT)):
+            # Nothing is compiled for a layout here, so take back what forward really made. Metadata can be wrong: under
+            # autocast on CPU, native_layer_norm says float32 for the statistics that it returns as bfloat16.
+            node.update_arg(2, None)
+            node.update_arg(3, None)
+        return step.forward, step.backward
+
+    return _torch_private.aot_autograd(
+        gm, example_inputs, compiler=compiler or run_node_by_node, partition_fn=partition
+    )
+
+
+def run_node_by_node(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """A compiler that compiles nothing. Every value is freed after its last use, arguments included."""
+
+    def run(args: list[Any]) -> Any:
+        # A new interpreter each time: it keeps the results of its last run, which would be tokens and gradients.
+        return fx.Interpreter(gm).boxed_run(args)
+
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run

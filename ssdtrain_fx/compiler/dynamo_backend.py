@@ -1,0 +1,97 @@
+"""The Dynamo backend: a captured graph and a configuration in, a compiled function out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from ssdtrain_fx.compiler.aot_eager import compile_with_aot_eager
+from ssdtrain_fx.compiler.replan import Drift, ReplanningStep, has_static_shapes
+from ssdtrain_fx.config import OffloadConfig, device_of
+from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.runtime.ops import statistics
+from ssdtrain_fx.runtime.storage.directory import check_directories
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OffloadBackend:
+    """A backend for ``torch.compile``. Equal configurations are equal backends, so Dynamo does not recompile."""
+
+    config: OffloadConfig
+
+    @property
+    def __name__(self) -> str:
+        return "ssdtrain"
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compile one graph. Called by Dynamo."""
+        if options:
+            raise ConfigError(
+                f"options={dict(options)!r} were given to torch.compile together with ssdtrain_fx.backend(...). "
+                'Put them into its OffloadConfig, or use backend="ssdtrain" with options=.'
+            )
+        return _compile(gm, example_inputs, self.config, mode)
+
+
+def backend(config: OffloadConfig | None = None) -> OffloadBackend:
+    """A backend for ``torch.compile(model, backend=...)``.
+
+    Raises:
+        ConfigError: ``ssd_dir`` cannot be used. Checked here, before anything is traced.
+    """
+    config = OffloadConfig() if config is None else config
+    check_directories(config.engine_config().ssd_dir)
+    return OffloadBackend(config)
+
+
+def ssdtrain(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """What ``backend="ssdtrain"`` means; ``options`` are the fields of :class:`OffloadConfig`.
+
+    Raises:
+        ConfigError: an option is unknown or has a wrong value, or ``ssd_dir`` cannot be used.
+    """
+    config = OffloadConfig.from_options(options)
+    check_directories(config.engine_config().ssd_dir)
+    return _compile(gm, example_inputs, config, mode)
+
+
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, mode: str | None) -> Any:
+    if config.inner == "aot_eager" and mode is not None:
+        raise ConfigError(
+            f"mode={mode!r} is a setting of Inductor, and inner='aot_eager' does not use it. "
+            "Leave mode out, or use inner='inductor'."
+        )
+    if config.replan == "off" or not has_static_shapes(example_inputs):
+        return _compile_once(gm, example_inputs, config, mode)
+
+    def compile_for(gm: fx.GraphModule, inputs: Sequence[Any], hardware: Hardware) -> Any:
+        return _compile_once(gm, inputs, dataclasses.replace(config, hardware=hardware), mode)
+
+    drift = Drift(config.load_hardware(device_of(example_inputs)))
+    return ReplanningStep(gm, example_inputs, compile_for, drift, statistics).run
+
+
+def _compile_once(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, mode: str | None) -> Any:
+    if config.inner == "aot_eager":
+        return compile_with_aot_eager(gm, example_inputs, config)
+    # Importing Inductor takes a second or more; nobody pays for it who does not use it.
+    from ssdtrain_fx.compiler.inductor import compile_with_inductor
+
+    return compile_with_inductor(gm, example_inputs, config, mode=mode)

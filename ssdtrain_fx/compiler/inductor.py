@@ -1,0 +1,249 @@
+"""Offloading under Inductor: how the pipeline gets into one call of ``compile_fx``.
+
+    compile_fx
+      partition          OffloadPartitioner: the partitioner Inductor would use, then the pipeline
+      compile forward    KeepLayouts; afterwards the layouts that the offloaded tensors really got are read back
+      compile backward   its reloads are told these layouts, as AOTAutograd does for tensors that are plainly saved;
+                         KeepLayouts
+
+A compile cache may answer any of these steps. Then no code here runs; what is in the cached code is all that counts, so
+the uuids below name everything that the code depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx
+
+from ssdtrain_fx import _torch_private
+from ssdtrain_fx._torch_private import inductor as private
+from ssdtrain_fx._torch_private.inductor_fusion import fusing_as_planned
+from ssdtrain_fx.compiler.dry_run import compile_to_zeros
+from ssdtrain_fx.config import OffloadConfig, device_of
+from ssdtrain_fx.function_names import display_name, stable_name
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes.analysis.chains import find_activation_inputs
+from ssdtrain_fx.passes.analysis.fused_kernels import STORED
+from ssdtrain_fx.passes.graph.joint_graph import join, split
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT, find
+from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
+from ssdtrain_fx.passes.rewrites.insert_recomputations import COPY_OF
+
+log = logging.getLogger(__name__)
+
+Observer = Callable[[OffloadedStep], None]
+
+
+@functools.cache
+def _source_hash() -> str:
+    """Hash of this package's source: another version of a pass must not meet the cached graphs of this one."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+class OffloadPartitioner(private.CustomPartitionerFn):
+    """Partitions as Inductor would, then rewrites the two graphs."""
+
+    def __init__(self, config: OffloadConfig, example_inputs: Sequence[Any], observe: Observer | None = None) -> None:
+        # No tensor may be held here: Inductor deep-copies its settings, and with them this object.
+        self.config = config
+        self.device = device_of(example_inputs)
+        self.activation_inputs = find_activation_inputs(example_inputs)
+        self.observe = observe
+        self.inner: private.CustomPartitionerFn | None = private.current_setting("custom_partitioner_fn")
+
+    @functools.cached_property
+    def hardware(self) -> Hardware:
+        """Loaded when a graph is to be partitioned; a graph without gradients needs none."""
+        return self.config.load_hardware(self.device)
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        partition = self.inner or min_cut_rematerialization_partition
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        step = offload_saved_tensors(
+            forward,
+            backward,
+            num_forward_outputs=kwargs["num_fwd_outputs"],
+            config=self.config,
+            hardware=self.hardware,
+            times=self.config.load_call_times(self.device),
+            describe=self.observe is not None,
+            activation_inputs=self.activation_inputs,
+        )
+        if self.observe is not None:
+            self.observe(step)
+        return step.forward, step.backward
+
+    def uuid(self) -> str:
+        inner = self.inner.uuid() if self.inner is not None else None
+        planned_for = f"{self.config.cache_key()} {self.hardware.digest()} {sorted(self.activation_inputs)}"
+        times = self.config.load_call_times(self.device)
+        if times is not None:
+            planned_for += f" {times.generation}"
+        planned_for += f" {_torch_private.overwrites_saved_tensors()}"
+        return f"ssdtrain_fx {_source_hash()} {planned_for} {inner!r}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartitionedStep:
+    """A training step as Inductor's partitioner cuts it, before anything is offloaded."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_forward_outputs: int
+    device: str
+    """What the step is planned for: ``cpu`` or ``cuda``."""
+
+
+class _CapturePartition(private.CustomPartitionerFn):
+    """Partitions as Inductor would and hands on copies: the compiler rewrites what it gets."""
+
+    def __init__(self, device: str, observe: Callable[[PartitionedStep], None]) -> None:
+        self.device = device
+        self.observe = observe
+        self.inner: private.CustomPartitionerFn | None = private.current_setting("custom_partitioner_fn")
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        partition = self.inner or min_cut_rematerialization_partition
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        step = PartitionedStep(forward, backward, kwargs["num_fwd_outputs"], self.device)
+        self.observe(step)
+        return split(join(forward, backward, num_forward_outputs=step.num_forward_outputs))
+
+    def uuid(self) -> None:
+        """Nothing that this partitions is ever compiled to code."""
+
+
+class KeepLayouts(private.CustomGraphPass):
+    """Gives an offloaded tensor the layout that Inductor would give it, were it still returned for backward.
+
+    Runs last on every graph; leaves graphs without offloads alone.
+    """
+
+    def __init__(self) -> None:
+        self.inner: Any = private.current_setting("post_grad_custom_post_pass")
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for inner in private.as_passes(self.inner):
+            inner(graph)
+        sources = [node.args[0] for node in find(graph, OFFLOAD)]
+        if sources:
+            made = [node for node in sources if isinstance(node, fx.Node) and node.op != "placeholder"]
+            private.require_layout_of_outputs(graph, made)
+
+    def uuid(self) -> str:
+        inner = [inner.uuid() for inner in private.as_passes(self.inner)]
+        return f"ssdtrain_fx {_source_hash()} {inner!r}"
+
+
+class _CompileBothHalves:
+    """Inductor's ``inner_compile`` for one graph: forward tells backward the layouts of what it offloads."""
+
+    def __init__(self) -> None:
+        self.stride_by_token: dict[str, tuple[int, ...]] = {}
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
+        # Both names are taken before compiling: Inductor rewrites the graph that it is given.
+        name_by_token = {release.name: _offload_name(release) for release in find(gm.graph, RELEASE)}
+        for reload in find(gm.graph, RELOAD):
+            token = reload.args[0]
+            assert isinstance(token, fx.Node)
+            if token.name in self.stride_by_token:
+                for node in (reload, *reload.users):
+                    node.update_arg(2, list(self.stride_by_token[token.name]))
+        moves = bool(name_by_token or find(gm.graph, RELOAD))
+        makes_again = any(COPY_OF in node.meta for node in gm.graph.nodes)
+        # Inductor would hold a buffer that nobody needs any more for as long as a later one of the same size may take
+        # it over. It judges by its own estimate of the peak, which knows nothing of what is offloaded.
+        with contextlib.ExitStack() as stack:
+            if moves or makes_again:
+                stack.enter_context(private.settings(allow_buffer_reuse=False))
+                stack.enter_context(fusing_as_planned(frozenset(OPS), STORED))
+            code = private.compile_fx_inner(gm, example_inputs, **kwargs)
+        if name_by_token:
+            strides = private.offload_strides_in(code, OFFLOAD)
+            for token_name, name in name_by_token.items():
+                if name in strides:
+                    self.stride_by_token[token_name] = strides[name]
+        return code
+
+
+def _offload_name(release: fx.Node) -> str:
+    offload = release.args[0]
+    assert isinstance(offload, fx.Node) and isinstance(offload.args[2], str)
+    return offload.args[2]
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: OffloadConfig,
+    *,
+    mode: str | None = None,
+    observe: Observer | None = None,
+) -> Any:
+    """What ``torch.compile(backend="inductor", mode=mode)`` does, with offloading."""
+    _warn_about_nameless(config)
+    private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT)
+    patches: dict[str, Any] = {
+        "custom_partitioner_fn": OffloadPartitioner(config, example_inputs, observe),
+        "post_grad_custom_post_pass": KeepLayouts(),
+    }
+    if mode is not None:
+        patches |= private.options_of_mode(mode)
+    halves = _CompileBothHalves()
+
+    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
+        return halves(gm, example_inputs, **kwargs)
+
+    return private.compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+
+
+def _warn_about_nameless(config: OffloadConfig) -> None:
+    nameless = [display_name(function) for function in config.functions if stable_name(function) is None]
+    if nameless:
+        log.warning(
+            "compile caches are not used: %s could be another function next time. Define it at the top level of a "
+            "module, without a closure, to use them.",
+            ", ".join(nameless),
+        )
+
+
+def trace_with_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, *, observe: Observer
+) -> Any:
+    """Go as far as the partitioner, then stop: the result computes nothing and returns zeros."""
+    return _trace(gm, example_inputs, OffloadPartitioner(config, example_inputs, observe))
+
+
+def capture_with_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, observe: Callable[[PartitionedStep], None]
+) -> Any:
+    """The same without offloading: ``observe`` gets the partitioned step, for which any number of plans can be made."""
+    return _trace(gm, example_inputs, _CapturePartition(device_of(example_inputs), observe))
+
+
+def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: private.CustomPartitionerFn) -> Any:
+    def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
+        return private.WrappedCode(compile_to_zeros(gm, example_inputs))
+
+    with _torch_private.functorch_config_patch(enable_autograd_cache=False):
+        return private.compile_fx(
+            gm, example_inputs, inner_compile=inner_compile, config_patches={"custom_partitioner_fn": partitioner}
+        )

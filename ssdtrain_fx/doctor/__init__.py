@@ -1,0 +1,1 @@
+"""The doctor: is this machine, and this directory, fit for offloading?"""

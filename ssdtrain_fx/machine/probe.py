@@ -1,0 +1,131 @@
+"""Profiles of machines: measured once per device and path, then read from a file.
+
+hardware = load_hardware("cpu", None)
+hardware = probe_and_store("cpu", "/mnt/nvme0").hardware    # measured again, under a minute
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from pathlib import Path
+
+import torch
+
+from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.machine.probe_hardware import (
+    FullDiskError,
+    OnStep,
+    SsdDir,
+    assumed_hardware,
+    device_name,
+    ignore,
+    measure_hardware,
+)
+from ssdtrain_fx.machine.probe_kernels import BUSY_KERNEL_S
+from ssdtrain_fx.machine.profile_store import profile_key, profile_path, read_profile, store_profile
+from ssdtrain_fx.runtime.storage.directory import check_directories
+
+log = logging.getLogger(__name__)
+
+MAX_PROBES = 3
+"""How often a machine that was disturbed is measured again."""
+
+_known: dict[str, Hardware] = {}
+_known_lock = threading.Lock()
+
+
+def load_hardware(device: str, ssd_dir: SsdDir, *, measure: bool = True) -> Hardware:
+    """The profile of ``device`` ("cpu", "cuda" or "cuda:1") and of the file systems that hold ``ssd_dir``.
+
+    Read from the user's profiles; measured within seconds and stored when there is none. A process that has asked once
+    gets the same answer ever after, whatever happens to the file.
+
+    Raises:
+        ConfigError: nothing can be written in ``ssd_dir``, or nothing is stored and ``measure`` is False.
+    """
+    directories = check_directories(ssd_dir)
+    key = profile_key(device_name(device), directories)
+    identity = str(profile_path(key))
+    with _known_lock:
+        hardware = _known.get(identity)
+        if hardware is None:
+            hardware = read_profile(key)
+        if hardware is None:
+            if not measure:
+                raise ConfigError(
+                    f"No hardware profile of {key.device} and {', '.join(map(repr, directories))} is stored in "
+                    f"{profile_path(key).parent}. "
+                    "Run `ssdtrain-fx probe` first."
+                )
+            log.info(
+                "measuring %s and the SSD behind %s; `ssdtrain-fx probe` measures longer",
+                key.device,
+                ", ".join(directories),
+            )
+            try:
+                hardware = measure_hardware(device, directories, quick=True)
+            except FullDiskError as error:  # no reason to stop training: what cannot be written stays in memory
+                log.warning("%s Until then plans are made for a drive of 2 GB/s.", error)
+                return assumed_hardware(device_name(device), on_gpu=torch.device(device).type == "cuda")
+            disturbance = _find_disturbance(hardware)
+            if disturbance:
+                log.warning(
+                    "%s: the machine is busy, or torch has more threads than cores. This hardware profile is not kept. "
+                    "`ssdtrain-fx probe` measures longer and keeps what it finds.",
+                    disturbance,
+                )
+                _known[identity] = hardware
+                return hardware
+            try:
+                hardware = store_profile(key, hardware, replace=False)
+            except OSError as error:
+                log.warning(
+                    "The hardware profile cannot be stored in %s (%s): every process will measure again.",
+                    profile_path(key).parent,
+                    error,
+                )
+        _known[identity] = hardware
+    return hardware
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """A profile, what it is of, and where it is kept."""
+
+    hardware: Hardware
+    directories: tuple[str, ...]
+    path: Path
+
+
+def probe_and_store(device: str, ssd_dir: SsdDir, *, quick: bool = False, on_step: OnStep = ignore) -> ProbeResult:
+    """Measure, and replace what is stored. A process that has loaded a profile already goes on with that one.
+
+    Raises:
+        ConfigError: nothing can be written in ``ssd_dir``, or it has too little room.
+        OSError: the profile cannot be stored.
+    """
+    directories = check_directories(ssd_dir)
+    key = profile_key(device_name(device), directories)
+    path = profile_path(key)
+    path.parent.mkdir(parents=True, exist_ok=True)  # rather fail now than in half a minute
+    hardware = measure_hardware(device, directories, quick=quick, on_step=on_step)
+    for _ in range(MAX_PROBES - 1):
+        disturbance = _find_disturbance(hardware)
+        if not disturbance:
+            break
+        log.warning("%s: the machine is busy, or torch has more threads than cores. It is measured again.", disturbance)
+        hardware = measure_hardware(device, directories, quick=quick, on_step=on_step)
+    return ProbeResult(store_profile(key, hardware, replace=True), directories, path)
+
+
+def _find_disturbance(hardware: Hardware) -> str:
+    """What no undisturbed machine does; empty where there is nothing of that kind."""
+    if hardware.kernel_s > BUSY_KERNEL_S:
+        return f"An empty kernel takes {hardware.kernel_s * 1e3:.1f} ms"
+    product = hardware.flops_per_s["float32"]
+    if product < hardware.memory_bytes_per_s:  # every processor multiplies faster than it fetches from memory
+        return f"A matrix product runs at {product / 1e9:.1f} GFLOP/s"
+    return ""

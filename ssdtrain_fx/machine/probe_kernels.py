@@ -1,0 +1,116 @@
+"""Rates of a device: memory, matrix products, convolutions, expensive functions, and an empty kernel.
+
+A kernel counts with its shortest run, since what disturbs one can only add time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssdtrain_fx.hardware import Channel
+from ssdtrain_fx.machine.clocks import Clock
+from ssdtrain_fx.machine.probe_effort import MIB, Effort
+
+BUSY_KERNEL_S = 1e-3
+"""Of an empty kernel on a CPU: a hundred times what it takes. Then its threads wait for a processor, and no figure is
+worth keeping."""
+
+
+def shortest_s(clock: Clock, call: Callable[[], object], effort: Effort) -> float:
+    """The shortest of many runs: on a busy machine some run undisturbed as long as each takes only a millisecond."""
+    call()
+    shortest_s, runs = clock.seconds(call), 1
+    end_s = time.perf_counter() + effort.kernel_budget_s
+    while runs < effort.kernel_repeats or time.perf_counter() < end_s:
+        shortest_s, runs = min(shortest_s, clock.seconds(call)), runs + 1
+    return shortest_s
+
+
+def memory_rate(device: torch.device, clock: Clock, effort: Effort) -> float:
+    count = effort.stream_bytes // 4
+    x, y, out = (torch.ones(count, device=device) for _ in range(3))
+    return 3 * effort.stream_bytes / shortest_s(clock, lambda: torch.add(x, y, out=out), effort)
+
+
+def kernel_seconds(device: torch.device, clock: Clock, effort: Effort) -> float:
+    """On the CPU the smallest op that wakes all threads."""
+    x = torch.ones(1 << 16, device=device)
+    return shortest_s(clock, lambda: x.add_(1), effort)
+
+
+LONG_ENOUGH_S = 1e-3
+"""For a kernel to show its rate: longer than starting it takes, and shorter than other processes leave it alone."""
+
+
+def product_rate(device: torch.device, clock: Clock, effort: Effort, dtype: torch.dtype) -> float:
+    """Square matrices that grow until one product takes long enough: some processors emulate a dtype."""
+    size = 128
+    while True:
+        x, y = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+        out = torch.empty_like(x)
+
+        def product(x: Tensor = x, y: Tensor = y, out: Tensor = out) -> Tensor:
+            return torch.mm(x, y, out=out)
+
+        seconds = shortest_s(clock, product, effort)
+        if seconds >= LONG_ENOUGH_S or size >= 8192:
+            return 2 * size**3 / seconds
+        size *= 2
+
+
+def convolution_rate(device: torch.device, clock: Clock, effort: Effort, dtype: torch.dtype) -> float:
+    """3x3 over a batch of images that grows until it takes long enough; channels last, which Inductor changes to."""
+    channels, side, batch = 128, 32, 1
+    last = torch.channels_last
+    weight = torch.ones(channels, channels, 3, 3, device=device, dtype=dtype).to(memory_format=last)
+    while True:
+        x = torch.ones(batch, channels, side, side, device=device, dtype=dtype).to(memory_format=last)
+
+        def convolve(x: Tensor = x) -> Tensor:
+            return torch.conv2d(x, weight, padding=1)
+
+        seconds = shortest_s(clock, convolve, effort)
+        if seconds >= LONG_ENOUGH_S or batch >= 2048:
+            return 2 * batch * side * side * channels * channels * 9 / seconds
+        batch *= 4
+
+
+def element_rate(
+    device: torch.device, clock: Clock, effort: Effort, dtype: torch.dtype, memory_bytes_per_s: float
+) -> float:
+    """On a GPU without the time of reading and writing, which is most of it there.
+
+    On the CPU one thread is measured, with as many elements as torch gives to one: nothing scales better with threads.
+    And none of the functions may be one that torch leaves to MKL: Inductor uses torch's vector classes, as these do.
+    """
+    on_gpu = device.type == "cuda"
+    count, threads = (1 << 25, 1) if on_gpu else (1 << 15, torch.get_num_threads())
+    x = torch.rand(count, device=device, dtype=torch.float32).to(dtype)
+    out = torch.empty_like(x)
+    rates: list[float] = []
+    functions: tuple[Callable[[], Tensor], ...] = (
+        lambda: torch.sigmoid(x, out=out),
+        lambda: F.gelu(x, approximate="tanh"),
+        lambda: F.gelu(x),
+    )
+    for function in functions:
+        seconds = shortest_s(clock, function, effort)
+        moving_s = 2 * x.nbytes / memory_bytes_per_s if on_gpu else 0.0
+        rates.append(threads * count / max(seconds - moving_s, seconds / 8))
+    return statistics.geometric_mean(rates)
+
+
+def copy_channels(device: torch.device, clock: Clock, effort: Effort) -> tuple[Channel, Channel]:
+    """Device to pinned memory and back."""
+    count = 64 * MIB
+    host = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(count, dtype=torch.uint8, device=device)
+    out_s = shortest_s(clock, lambda: host.copy_(there, non_blocking=True), effort)
+    in_s = shortest_s(clock, lambda: there.copy_(host, non_blocking=True), effort)
+    return Channel(bytes_per_s=count / out_s), Channel(bytes_per_s=count / in_s)

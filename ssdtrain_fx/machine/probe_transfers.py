@@ -1,0 +1,298 @@
+"""Rates of the SSD, and what transfers cost the thread that computes.
+
+They are measured through a real ``Engine``, because the rate that counts is the one the engine reaches. A transfer
+counts with the median of many, since a drive has good and bad moments of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx.hardware import Channel
+from ssdtrain_fx.machine.probe_effort import Effort
+from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.handles.tokens import Owner, handle_of, make_token
+
+MOST_BYTES_PER_S = 1e13
+"""A rate that makes a copy free of charge."""
+ROWS, INNER = 2048, 128
+"""Of a matrix product that writes 16 MiB and takes some milliseconds."""
+
+
+class Traffic:
+    """Sets of transfers through one engine, as the ops of a training step call it."""
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        self.engine = engine
+        self.device = device
+
+    def tensors(self, size_bytes: int, count: int) -> list[Tensor]:
+        """Random bytes: some drives compress."""
+        x = torch.empty(size_bytes // 8, dtype=torch.int64, device=self.device).random_()
+        return [x.clone() for _ in range(count)]
+
+    def write_s(self, size_bytes: int, count: int) -> float:
+        """Until all bytes are in the file."""
+        tensors = self.tensors(size_bytes, count)
+        self.settle()
+        start_s = time.perf_counter()
+        owners = self.offload(tensors)
+        self.engine.wait_until_idle()
+        seconds = time.perf_counter() - start_s
+        del owners
+        return seconds
+
+    def read_s(self, size_bytes: int, count: int) -> float:
+        """Until all bytes are back."""
+        tensors = self.tensors(size_bytes, count)
+        like = tensors[0]
+        owners = self.offload(tensors)
+        tensors.clear()
+        self.settle()
+        start_s = time.perf_counter()
+        self.wait(self.reload(owners, like), owners)
+        self.settle()
+        return time.perf_counter() - start_s
+
+    def both_s(self, size_bytes: int, writes: int, reads: int) -> float:
+        """Until ``writes`` tensors have gone and ``reads`` others have come, begun together."""
+        arriving = self.tensors(size_bytes, reads)
+        like = arriving[0]
+        owners = self.offload(arriving)
+        arriving.clear()
+        leaving = self.tensors(size_bytes, writes)
+        self.settle()
+        start_s = time.perf_counter()
+        reloaded = self.reload(owners, like)
+        left = self.offload(leaving)
+        self.wait(reloaded, owners)
+        self.settle()
+        seconds = time.perf_counter() - start_s
+        del left
+        return seconds
+
+    def offload_calls_s(self, size_bytes: int) -> float:
+        """Of one offload and its release, on the calling thread, when nothing has to be waited for."""
+        (x,) = self.tensors(size_bytes, 1)
+        self.settle()
+        start_s = time.perf_counter()
+        owner = self.engine.offload(x, "probe")
+        offload_s = time.perf_counter() - start_s
+        self.settle()
+        start_s = time.perf_counter()
+        self.engine.release(owner, x)
+        release_s = time.perf_counter() - start_s
+        self.settle()
+        return offload_s + release_s
+
+    def reload_calls_s(self, size_bytes: int) -> float:
+        """Of one reload and its wait, on the calling thread, when nothing has to be waited for."""
+        (x,) = self.tensors(size_bytes, 1)
+        owners = self.offload([x])
+        self.settle()
+        start_s = time.perf_counter()
+        reloaded = self.reload(owners, x)
+        reload_s = time.perf_counter() - start_s
+        self.settle()
+        start_s = time.perf_counter()
+        self.wait(reloaded, owners)
+        return reload_s + time.perf_counter() - start_s
+
+    def offload(self, tensors: Sequence[Tensor]) -> list[Owner]:
+        return [self.engine.release(self.engine.offload(x, "probe"), x) for x in tensors]
+
+    def reload(self, owners: Sequence[Owner], like: Tensor) -> list[Tensor]:
+        return [self.engine.reload(owner, like.size(), like.stride()) for owner in owners]
+
+    def wait(self, reloaded: Sequence[Tensor], owners: Sequence[Owner]) -> None:
+        for y, owner in zip(reloaded, owners, strict=True):
+            self.engine.wait(y, owner)
+
+    def settle(self) -> None:
+        """Nothing is in flight, and the device has nothing to do."""
+        self.engine.wait_until_idle()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def fit_channel(small: tuple[int, float], large: tuple[int, float]) -> Channel:
+    """The line through two measurements (bytes, seconds); through the origin where noise would give nonsense."""
+    (small_bytes, small_s), (large_bytes, large_s) = small, large
+    if large_s > small_s:
+        bytes_per_s = (large_bytes - small_bytes) / (large_s - small_s)
+        latency_s = small_s - small_bytes / bytes_per_s
+        if latency_s >= 0:
+            return Channel(bytes_per_s=bytes_per_s, latency_s=latency_s)
+    return Channel(bytes_per_s=large_bytes / large_s)
+
+
+def channel_of(measure: Callable[[int, int], float], effort: Effort) -> Channel:
+    """Time of one transfer of many, for two sizes. Runs of both sizes alternate: a busy moment hits both."""
+    small_s: list[float] = []
+    large_s: list[float] = []
+    for _ in range(effort.transfer_repeats):
+        small_s.append(measure(effort.small_bytes, effort.small_count) / effort.small_count)
+        large_s.append(measure(effort.large_bytes, effort.large_count) / effort.large_count)
+    small = (effort.small_bytes, statistics.median(small_s))
+    return fit_channel(small, (effort.large_bytes, statistics.median(large_s)))
+
+
+def share_when_both_of(traffic: Traffic, effort: Effort) -> float:
+    shares: list[float] = []
+    size, count = effort.large_bytes, effort.large_count
+    for _ in range(effort.transfer_repeats):
+        write_s, read_s = traffic.write_s(size, count), traffic.read_s(size, count)
+        shares.append(share_of(write_s, read_s, traffic.both_s(size, count, count)))
+    return statistics.median(shares)
+
+
+def share_of(one_s: float, other_s: float, both_s: float) -> float:
+    """Share of its rate that each keeps, when they take ``one_s`` and ``other_s`` alone and ``both_s`` begun together.
+
+    The shorter one takes ``short / share`` beside the longer one, which then runs its remainder alone.
+    """
+    short_s, long_s = sorted((one_s, other_s))
+    overlap_s = both_s - (long_s - short_s)
+    return min(1.0, max(0.1, short_s / overlap_s)) if overlap_s > 0 else 1.0
+
+
+def compute_thread_channels(traffic: Traffic, effort: Effort, write: Channel, read: Channel) -> tuple[Channel, Channel]:
+    """Compute-stream time of leaving and of coming back, by size, stalls not included."""
+    small, large = 64 << 10, effort.large_bytes
+    times: dict[tuple[str, int], list[float]] = {}
+    beside = _BesideCompute(traffic) if traffic.device.type == "cpu" else None
+    for _ in range(effort.kernel_repeats):
+        for size in (small, large):
+            if beside is not None:
+                beside.measure(size, write, read)
+            else:
+                times.setdefault(("out", size), []).append(traffic.offload_calls_s(size))
+                times.setdefault(("in", size), []).append(traffic.reload_calls_s(size))
+    if beside is not None:
+        times = {key: [beside.cost_s(*key)] for key in itertools.product(("out", "in"), (small, large))}
+
+    def fit(direction: str) -> Channel:
+        small_s, large_s = (min(times[direction, size]) for size in (small, large))
+        if large_s - small_s < large / MOST_BYTES_PER_S:  # no more than noise: what it takes does not grow with size
+            return Channel(bytes_per_s=MOST_BYTES_PER_S, latency_s=small_s)
+        return fit_channel((small, small_s), (large, large_s))
+
+    return fit("out"), fit("in")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sample:
+    """Some transfers, one by one, beside matrix products."""
+
+    product_s: float
+    """Of one product, when nothing is moved."""
+    taken_s: float
+    """How much longer all products took beside the transfers."""
+    ops_s: list[float]
+    """Of both ops of every transfer."""
+
+
+class _BesideCompute:
+    """What transfers of CPU tensors cost the processor that computes, whichever thread does them.
+
+    That is the time of the ops, each one after matrix products that write more memory than processors keep at hand, as
+    the layers of a model do: an op that follows another one is several times as fast, for its code and its data are
+    still there. They are called as Inductor's code calls them, by way of a token but not of PyTorch's dispatcher, which
+    would take as much time again with cold caches.
+
+    In addition comes what the transfers take from the products beside them: memory bandwidth, and the processor where
+    threads do the copies, or where the host of a virtual machine moves the bytes on the same cores. That is the median
+    difference of runs with and without transfers, in turns.
+
+    The nodes of a step are priced by rates of an undisturbed machine, since kernels count with their shortest run. Ops
+    and differences are too small and too rare for that: each one is scaled by how much longer than the shortest run the
+    products beside it took.
+    """
+
+    COUNT = 4
+    """Transfers of one measurement."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._a = torch.randn(ROWS, INNER)
+        self._b = torch.randn(INNER, ROWS)
+        self._product = torch.empty(ROWS, ROWS)
+        self._compute(4)
+        start_s = time.perf_counter()
+        self._compute(4)
+        self._product_s = (time.perf_counter() - start_s) / 4
+        self._samples: dict[tuple[str, int], list[_Sample]] = {}
+
+    def measure(self, size_bytes: int, write: Channel, read: Channel) -> None:
+        """One run each of transfers out and in."""
+        traffic, engine = self._traffic, self._traffic.engine
+        tensors = traffic.tensors(size_bytes, self.COUNT)
+        like = tensors[0]
+        tokens: list[Tensor] = []
+
+        def release(number: int, owner: Owner) -> None:
+            engine.release(owner, tensors[number])
+            tokens.append(make_token(owner))
+
+        def reload(number: int) -> tuple[Tensor, Owner]:
+            owner = engine.find_owner(handle_of(tokens[number]))
+            assert owner is not None
+            return engine.reload(owner, like.size(), like.stride()), owner
+
+        products = self._products(size_bytes, write)
+        self._run(("out", size_bytes), products, lambda number: engine.offload(tensors[number], "probe"), release)
+        traffic.settle()
+        for number in range(self.COUNT):  # from here on there is memory to be used again
+            engine.wait(*reload(number))
+        products = self._products(size_bytes, read)
+        self._run(("in", size_bytes), products, reload, lambda number, reloading: engine.wait(*reloading))
+
+    def cost_s(self, direction: str, size_bytes: int) -> float:
+        """Seconds of an undisturbed processor that one transfer takes."""
+        shortest_s = min(sample.product_s for samples in self._samples.values() for sample in samples)
+        samples = self._samples[direction, size_bytes]
+        ops = statistics.median(ops_s / sample.product_s for sample in samples for ops_s in sample.ops_s)
+        taken = statistics.median(sample.taken_s / sample.product_s for sample in samples)
+        return shortest_s * (ops + max(0.0, taken) / self.COUNT)
+
+    def _run(
+        self,
+        key: tuple[str, int],
+        products: int,
+        begin: Callable[[int], Any],
+        end: Callable[[int, Any], None],
+    ) -> None:
+        """Transfers one by one, each with ``products`` between its two ops."""
+        self._traffic.settle()
+        start_s = time.perf_counter()
+        self._compute(products * self.COUNT)
+        alone_s, busy_s = time.perf_counter() - start_s, 0.0
+        ops_s: list[float] = []
+        for number in range(self.COUNT):
+            start_s = time.perf_counter()
+            begun = begin(number)
+            begun_s = time.perf_counter()
+            self._compute(products)
+            computed_s = time.perf_counter()
+            end(number, begun)
+            end_s = time.perf_counter()
+            busy_s += computed_s - begun_s
+            ops_s.append(begun_s - start_s + end_s - computed_s)
+        sample = _Sample(alone_s / (products * self.COUNT), busy_s - alone_s, ops_s)
+        self._samples.setdefault(key, []).append(sample)
+
+    def _products(self, size_bytes: int, channel: Channel) -> int:
+        """Enough to hide one transfer."""
+        return 1 + round(2 * channel.transfer_s(size_bytes) / self._product_s)
+
+    def _compute(self, products: int) -> None:
+        for _ in range(products):
+            torch.mm(self._a, self._b, out=self._product)

@@ -1,0 +1,182 @@
+"""Where hardware profiles are kept: one small JSON file per machine, device and file system (or set of them).
+
+``$SSDTRAIN_PROFILE_DIR``, else ``$XDG_CACHE_HOME/ssdtrain_fx``, else ``~/.cache/ssdtrain_fx``.
+
+Why a key with so many parts: a home directory may be shared by machines, and names of drives change hands when a
+machine starts again. When any part differs, the profile is measured once more, which takes seconds; that of another
+drive would mislead every plan.
+
+Guarantees:
+
+* A file is there completely or not at all: it is written under another name and renamed.
+* Processes that measure at the same time end up with one profile, the one that was stored first.
+* A file that cannot be read or written costs a warning and a measurement, never an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.machine.system import cpu_model
+from ssdtrain_fx.whole_file import written_beside
+
+log = logging.getLogger(__name__)
+
+DIRECTORY_VARIABLE = "SSDTRAIN_PROFILE_DIR"
+FORMAT = 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileKey:
+    """What a profile is valid for. All of it survives a restart of the machine."""
+
+    device: str
+    processor: str
+    cores: int
+    """Cores that this process may use."""
+    threads: int
+    """``torch.get_num_threads()``."""
+    torch_version: str
+    file_system: str
+
+    @property
+    def file_name(self) -> str:
+        """Readable, and different for every key."""
+        return key_file_name(dataclasses.asdict(self))
+
+
+def key_file_name(key: Mapping[str, Any]) -> str:
+    """A name for what is kept under ``key``, which has a ``device`` and ``threads``."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', key['device'])}-{key['threads']}-threads-{digest[:16]}.json"
+
+
+def profile_key(device_name: str, directories: Sequence[str]) -> ProfileKey:
+    """The key of this process on this machine, for tensors striped over ``directories``, which exist, in any order."""
+    return ProfileKey(
+        device=device_name,
+        processor=cpu_model(),
+        cores=len(os.sched_getaffinity(0)),
+        threads=torch.get_num_threads(),
+        torch_version=torch.__version__,
+        file_system=" + ".join(sorted(_file_system(directory) for directory in directories)),
+    )
+
+
+def profile_directory() -> Path:
+    """The directory of all profiles; it need not exist."""
+    if chosen := os.environ.get(DIRECTORY_VARIABLE):
+        return Path(chosen).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    return (Path(cache) if Path(cache).is_absolute() else Path("~/.cache").expanduser()) / "ssdtrain_fx"
+
+
+def profile_path(key: ProfileKey) -> Path:
+    return profile_directory() / key.file_name
+
+
+def read_profile(key: ProfileKey) -> Hardware | None:
+    """The stored profile; None where there is none, with a warning where there is one that cannot be used."""
+    path = profile_path(key)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        log.warning("The hardware profile %s cannot be read (%s); measuring again.", path, error)
+        return None
+    try:
+        raw = cast(dict[str, Any], json.loads(text))
+        if raw["format"] != FORMAT:
+            raise ValueError(f"format {raw['format']}, expected {FORMAT}")
+        if raw["key"] != dataclasses.asdict(key):
+            raise ValueError(f"it is for {raw['key']}, expected {dataclasses.asdict(key)}")
+        return Hardware.from_json(json.dumps(raw["hardware"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("The hardware profile %s cannot be used (%s); measuring again.", path, error)
+        return None
+
+
+def store_profile(key: ProfileKey, hardware: Hardware, *, replace: bool) -> Hardware:
+    """Store ``hardware`` and return the profile to use.
+
+    Without ``replace``, that is the stored one where another process was faster.
+
+    Raises:
+        OSError: it cannot be stored; nothing of it is left behind.
+    """
+    path = profile_path(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"format": FORMAT, "key": dataclasses.asdict(key), "hardware": json.loads(hardware.to_json())}
+    with written_beside(path, json.dumps(content, indent=1, sort_keys=True) + "\n") as temporary:
+        if not replace:
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
+                return hardware
+            other = read_profile(key)
+            if other is not None:
+                return other
+        temporary.replace(path)
+        return hardware
+
+
+# -- what identifies the machine ---------------------------------------------------------------------------------------
+
+
+def _file_system(directory: str) -> str:
+    """Type, source, size and identifiers of the file system and its drive, as far as the system tells.
+
+    ``f_fsid`` comes from the UUID for ext4 and btrfs, and from the device number for xfs; so what the links in
+    ``/dev/disk/by-uuid`` and the drive itself say is taken along. ``st_dev`` is not: it changes between restarts.
+    """
+    status = os.statvfs(directory)
+    device = Path(directory).stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    kind, source = _mount(number)
+    parts = [kind, source, f"fsid={status.f_fsid:x}", f"bytes={status.f_blocks * status.f_frsize}"]
+    parts += [f"uuid={uuid}" for uuid in _uuids(source)]
+    block = Path("/sys/dev/block") / number
+    with contextlib.suppress(OSError):
+        block = block.resolve(strict=True)
+        for name in ("wwid", "device/wwid", "device/serial", "device/model"):
+            for owner in (block, block.parent):  # a partition, and the drive that it lies on
+                with contextlib.suppress(OSError):
+                    parts.append(f"{name}={(owner / name).read_text(errors='replace').strip()}")
+    return " ".join(part for part in parts if part)
+
+
+def _mount(number: str) -> tuple[str, str]:
+    """Type and source of the mounted file system with this device number; empty where the system does not tell."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return "", ""
+    found = ("", "")
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        if fields.split(" ")[2:3] == [number]:
+            kind, source, *_ = [*rest.split(" "), ""]
+            found = (kind, source)
+    return found
+
+
+def _uuids(source: str) -> list[str]:
+    """Names in ``/dev/disk/by-uuid`` that lead to ``source``."""
+    directory = Path("/dev/disk/by-uuid")
+    try:
+        return sorted(link.name for link in directory.iterdir() if link.resolve() == Path(source).resolve())
+    except OSError:
+        return []

@@ -1,0 +1,170 @@
+"""Which saved storages may be offloaded, and for every other one the reason why not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import networkx as nx
+import torch
+from torch import fx
+
+from ssdtrain_fx import _torch_private
+from ssdtrain_fx.passes.graph.alias_sets import AliasSets, Storage, find_written_storages, storages_of
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
+
+TOKEN_BYTES = 8
+SUPPORTED_DEVICES = ("cpu", "cuda")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A storage that is saved for backward."""
+
+    storage: Storage
+    saved_nodes: tuple[fx.Node, ...]
+    representative: fx.Node | None
+    """The node to move; None when the storage must stay."""
+    reason_to_keep: str
+    """Empty when the storage may be offloaded."""
+
+
+def find_candidates(
+    joint: ScheduledJointGraph,
+    alias_sets: AliasSets,
+    *,
+    min_tensor_bytes: int,
+    activations: Collection[fx.Node] = (),
+) -> tuple[Candidate, ...]:
+    """One candidate per storage that backward reads, in the order of allocation.
+
+    Args:
+        activations: placeholders that nobody is known to hold outside; all others stay in memory.
+    """
+    saved_by_storage: dict[int, list[fx.Node]] = {}
+    positions = joint.positions()
+    marker = positions[joint.marker]
+    for node in joint.saved:
+        storage = alias_sets.of(node)
+        # A partitioner may save what it then recomputes; nobody reads that, and split drops it.
+        if storage is not None and any(positions[user] > marker for user in node.users):
+            saved_by_storage.setdefault(storage.idx, []).append(node)
+    outputs = storages_of(joint.forward_outputs, alias_sets)
+    gradients = storages_of(joint.gradients, alias_sets)
+    written = find_written_storages(joint.graph, alias_sets)
+
+    candidates: list[Candidate] = []
+    for idx in sorted(saved_by_storage):
+        storage, saved_nodes = alias_sets.storages[idx], saved_by_storage[idx]
+        representative = _find_representative(storage, saved_nodes, alias_sets)
+        reason = (
+            _reason_of_role(storage, outputs, gradients, written, activations)
+            or _reason_of_value(saved_nodes[0])
+            or _reason_of_size(storage, min_tensor_bytes)
+            or ("" if representative is not None else "no node covers the storage: only a part of it is in this graph")
+        )
+        candidates.append(
+            Candidate(
+                storage=storage,
+                saved_nodes=tuple(saved_nodes),
+                representative=None if reason else representative,
+                reason_to_keep=reason,
+            )
+        )
+    return tuple(candidates)
+
+
+def view_path(node: fx.Node, representative: fx.Node, storage: Storage, alias_sets: AliasSets) -> list[fx.Node] | None:
+    """The view ops that lead from ``representative`` to ``node``, in order; None when there is no such path.
+
+    A view op takes the storage from one argument; every other argument must be a number or a symbol, so that backward
+    can run it again. Views in several parts (``split``) count with their ``getitem``.
+    """
+    views = _view_graph(storage, alias_sets)
+    if node not in views or representative not in views or not nx.has_path(views, representative, node):
+        return None
+    return nx.shortest_path(views, representative, node)[1:]
+
+
+def _view_graph(storage: Storage, alias_sets: AliasSets) -> nx.DiGraph[fx.Node]:
+    """Who views whom on one storage: an edge from a node to each node that can be rebuilt from it alone."""
+    views: nx.DiGraph[fx.Node] = nx.DiGraph()
+    for node in storage.holders:
+        views.add_node(node)
+        sources = [source for source in node.all_input_nodes if storage.idx in alias_sets.by_node[source]]
+        others = [source for source in node.all_input_nodes if storage.idx not in alias_sets.by_node[source]]
+        if len(sources) == 1 and all(_is_symbol(other) for other in others):
+            views.add_edge(sources[0], node)
+    return views
+
+
+def _find_representative(storage: Storage, saved_nodes: Sequence[fx.Node], alias_sets: AliasSets) -> fx.Node | None:
+    """The earliest node that covers the storage and from which all saved tensors can be rebuilt."""
+    for node in storage.members:
+        paths = (view_path(saved, node, storage, alias_sets) for saved in saved_nodes)
+        if _covers(node, storage) and all(path is not None for path in paths):
+            return node
+    return None
+
+
+def _covers(node: fx.Node, storage: Storage) -> bool:
+    """Does this tensor use every byte of its storage exactly once?"""
+    value: torch.Tensor = node.meta["val"]
+    if value.is_conj() or value.is_neg():
+        return False
+    try:
+        sizes = [_torch_private.size_hint(size) for size in value.shape]
+        strides = [_torch_private.size_hint(stride) for stride in value.stride()]
+        offset = _torch_private.size_hint(value.storage_offset())
+        storage_bytes = storage.hint_bytes
+    except ValueError:
+        return False
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return offset == 0 and expected * value.element_size() == storage_bytes
+
+
+def _reason_of_role(
+    storage: Storage, outputs: set[int], gradients: set[int], written: set[int], activations: Collection[fx.Node]
+) -> str:
+    if storage.is_input and storage.allocator not in activations:
+        return "graph input: a parameter, a buffer or data that the caller holds"
+    if storage.idx in outputs:
+        return "graph output: the caller holds it, offloading would free nothing"
+    if storage.idx in gradients:
+        return "returned as a gradient"
+    if storage.idx in written:
+        return "written in place"
+    return ""
+
+
+def _reason_of_value(node: fx.Node) -> str:
+    value: torch.Tensor = node.meta["val"]
+    if type(value) is not _torch_private.FakeTensor:
+        return f"tensor subclass {type(value).__name__}"
+    if value.is_quantized:
+        return "quantized tensor"
+    if value.device.type not in SUPPORTED_DEVICES:
+        return f"device {value.device.type} is not one of {', '.join(SUPPORTED_DEVICES)}"
+    return ""
+
+
+def _reason_of_size(storage: Storage, min_tensor_bytes: int) -> str:
+    try:
+        size_bytes = storage.hint_bytes
+    except ValueError:
+        return "its size depends on data"
+    if size_bytes == 0:
+        return "empty"
+    if size_bytes <= TOKEN_BYTES:
+        return f"{size_bytes} bytes: not larger than the token that would stand for it"
+    if size_bytes < min_tensor_bytes:
+        return f"{size_bytes} bytes: below min_tensor_bytes={min_tensor_bytes}"
+    return ""
+
+
+def _is_symbol(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -1,0 +1,133 @@
+"""Ask a policy, check every decision, and predict what the plan does.
+
+A decision is legal when the rewritten graph computes the same bits: whatever a policy returns, either the plan is as
+safe as the planner's own, or there is an error. Checked are
+
+- the name:     the storage is saved, and nobody holds it outside the graph
+- the release:  behind the last read in forward, and not behind the place where backward begins
+- the reload:   in backward, and not behind the first read there
+- the tier:     there is one, and it can hold all that it should
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NoReturn, cast
+
+from ssdtrain_fx.errors import BudgetError, PolicyError
+from ssdtrain_fx.function_names import display_name
+from ssdtrain_fx.passes.analysis.analyse import Analysis
+from ssdtrain_fx.passes.decisions.plan_offloads import describe_plan, describe_storage
+from ssdtrain_fx.passes.planning.place_transfers import Choice
+from ssdtrain_fx.passes.planning.plan import Keep, Plan
+from ssdtrain_fx.passes.planning.policy import Budget, Costs, Decision, Policy, StepAnalysis
+from ssdtrain_fx.passes.planning.simulate import live_bytes, simulate
+from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, Placements, TransferProblem
+
+KEPT_BY_POLICY = "the policy does not move it"
+
+
+def apply_policy(policy: Policy, analysis: Analysis, problem: TransferProblem, budget: Budget) -> Plan:
+    """The plan that ``policy`` wants.
+
+    Args:
+        problem: what ``pose_problem`` made of the same analysis.
+
+    Raises:
+        PolicyError: a decision is not legal; the message names the storage and the reason.
+        BudgetError: the plan's peak is above ``budget.memory_budget_bytes``.
+    """
+    step = _describe_step(analysis, problem)
+    costs = Costs(problem, step.movables)
+    decisions = _check(policy, step, policy(step, costs, budget))
+    placements = costs.placements(decisions)
+    _check_host_tier(policy, problem, step.movables, placements)
+    choice = Choice(placements, simulate(problem, placements), haste=1.0)
+    reasons = {name: decision.reason for name, decision in decisions.items() if isinstance(decision, Keep)}
+    plan = describe_plan(analysis, problem, choice, reason_not_moved=KEPT_BY_POLICY, reasons=reasons)
+    if budget.memory_budget_bytes is not None and plan.peak_after_bytes > budget.memory_budget_bytes:
+        raise BudgetError(
+            plan.floor_bytes,
+            f"memory_budget_bytes is {budget.memory_budget_bytes}, but the predicted activation peak of what policy "
+            f"{display_name(policy)} decides is {plan.peak_after_bytes} bytes. Raise the budget, or let it move more: "
+            f"moving everything reaches {plan.floor_bytes} bytes.",
+        )
+    return plan
+
+
+def _describe_step(analysis: Analysis, problem: TransferProblem) -> StepAnalysis:
+    by_idx = {movable.idx: movable for movable in problem.movables}
+    storages = tuple(
+        describe_storage(candidate, analysis, Keep(candidate.reason_to_keep)) for candidate in analysis.candidates
+    )
+    return StepAnalysis(
+        storages=storages,
+        movables={
+            storage.name: by_idx[candidate.storage.idx]
+            for candidate, storage in zip(analysis.candidates, storages, strict=True)
+            if candidate.storage.idx in by_idx
+        },
+        nodes=tuple(node.name for node in analysis.joint.graph.nodes),
+        marker=problem.marker,
+        live_bytes=live_bytes(problem, {}),
+    )
+
+
+def _check(policy: Policy, step: StepAnalysis, decisions: object) -> dict[str, Decision]:
+    if not isinstance(decisions, Mapping):
+        raise PolicyError(
+            f"Policy {display_name(policy)} returned {decisions!r}; expected a mapping from names of storages to "
+            "decisions."
+        )
+    checked: dict[str, Decision] = {}
+    reasons = {storage.name: storage.decision.reason for storage in step.storages}
+    for name, decision in cast("Mapping[object, object]", decisions).items():
+        if not isinstance(name, str) or name not in reasons:
+            _refuse(policy, name, decision, f"no storage of this name is saved; saved are {', '.join(reasons)}")
+        if not isinstance(decision, (Keep, Placement)):
+            _refuse(policy, name, decision, "expected Keep(...) or Placement(...)")
+        if isinstance(decision, Placement):
+            if name not in step.movables:
+                _refuse(policy, name, decision, f"it must stay: {reasons[name]}")
+            _check_positions(policy, name, decision, step.movables[name], step.marker)
+        checked[name] = decision
+    return checked
+
+
+def _check_positions(policy: Policy, name: str, decision: Placement, movable: Movable, marker: int) -> None:
+    first_release = max(movable.complete, movable.earliest_release)
+    for field, found, first, last, reason in (
+        ("release", decision.release, first_release, marker, "behind the last read in forward, before backward begins"),
+        ("reload", decision.reload, marker + 1, movable.wait, "in backward, before the first read there"),
+    ):
+        if type(found) is not int or not first <= found <= last:  # pyright: ignore[reportUnnecessaryComparison]
+            _refuse(policy, name, decision, f"{field} is {found!r}; expected {first} to {last} ({reason})")
+
+
+def _check_host_tier(
+    policy: Policy, problem: TransferProblem, movables: Mapping[str, Movable], placements: Placements
+) -> None:
+    left_bytes = 0 if problem.host is None else problem.host.budget_bytes
+    for name, movable in movables.items():
+        placement = placements.get(movable.idx)
+        if placement is None or placement.tier == "ssd":
+            continue
+        if placement.tier != "host":  # pyright: ignore[reportUnnecessaryComparison]
+            _refuse(policy, name, placement, "tier is expected to be 'ssd' or 'host'")
+        if problem.host is None:
+            _refuse(policy, name, placement, "there is no host tier here, only on a GPU")
+        left_bytes -= problem.host.held_bytes(movable.size_bytes)
+        if left_bytes < 0:
+            _refuse(
+                policy,
+                name,
+                placement,
+                f"the host tier holds {problem.host.budget_bytes} bytes at most, and with it {-left_bytes} too many",
+            )
+
+
+def _refuse(policy: Policy, name: object, decision: object, reason: str) -> NoReturn:
+    raise PolicyError(
+        f"Policy {display_name(policy)} decides {decision} for storage {name!r}: {reason}. "
+        "Start from Costs.place(names), whose decisions are legal."
+    )

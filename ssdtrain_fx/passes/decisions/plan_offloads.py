@@ -1,0 +1,320 @@
+"""The planner: (joint graph, what may move, node times, hardware) -> Plan.
+
+:func:`pose_problem` turns the graph into numbers. :func:`plan_offloads` lets ``place_transfers`` decide about these and
+words the outcome: a decision with its reason for every saved storage, and where the peak stands before and after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from ssdtrain_fx.errors import BudgetError
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes.analysis.analyse import Analysis
+from ssdtrain_fx.passes.analysis.candidates import Candidate
+from ssdtrain_fx.passes.analysis.chains import choose_most
+from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
+from ssdtrain_fx.passes.analysis.liveness import LiveInterval, memory_profile
+from ssdtrain_fx.passes.graph.source_lines import source_line
+from ssdtrain_fx.passes.planning.place_transfers import (
+    Choice,
+    choose_all,
+    choose_cheapest,
+    choose_lowest_peak,
+    floor_bytes,
+)
+from ssdtrain_fx.passes.planning.plan import Decision, Keep, Offload, Peak, Plan, Recompute, SavedStorage
+from ssdtrain_fx.passes.planning.reserve_time import reserve_time
+from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Placements, TransferProblem
+from ssdtrain_fx.passes.planning.use_host_tier import use_host_tier
+
+KEPT_ELSEWHERE = "the peak is no higher with it in memory"
+KEPT_TIME = "moving it would take more time than max_slowdown allows"
+KEPT_FITS = "the step fits into memory_budget_bytes with it in memory"
+NUM_LARGEST = 5
+
+
+def plan_offloads(
+    analysis: Analysis,
+    problem: TransferProblem,
+    *,
+    move_all: bool = False,
+    max_slowdown: float,
+    memory_budget_bytes: int | None = None,
+) -> Plan:
+    """Decide for every candidate, and predict peak and time before and after.
+
+    Args:
+        problem: what :func:`pose_problem` made of the same analysis.
+        move_all: offload every storage that may move, whatever it costs.
+        max_slowdown: the lowest peak that adds at most this share to the step is chosen. Of a graph in a chain, as many
+            bytes as it allows are moved.
+        memory_budget_bytes: instead, the peak is brought under this at the least cost, and nothing more is moved.
+
+    Raises:
+        BudgetError: no placement brings the predicted peak under the budget.
+    """
+    without_host = dataclasses.replace(problem, host=None)
+    floor = floor_bytes(without_host)
+    reason_not_moved = KEPT_ELSEWHERE
+    if move_all:
+        choice = use_host_tier(problem, choose_all(without_host))
+    elif memory_budget_bytes is not None:
+        found = choose_cheapest(without_host, budget_bytes=memory_budget_bytes)
+        if found is None:
+            raise BudgetError(
+                floor,
+                f"memory_budget_bytes is {memory_budget_bytes}, but the predicted activation peak of this graph cannot "
+                f"get below {floor} bytes (without offloading: {_find_peak(analysis, {}).size_bytes}). "
+                "Raise the budget to at least that, or lower the batch size or min_tensor_bytes.",
+            )
+        choice, reason_not_moved = use_host_tier(problem, found, time_first=True), KEPT_FITS
+    elif analysis.activations:
+        choice, reason_not_moved = choose_most(problem, max_slowdown=max_slowdown), KEPT_TIME
+    else:
+        choice = choose_lowest_peak(without_host, max_slowdown=max_slowdown)
+        choice = use_host_tier(problem, choice, may_move_others=True)
+        if choice.peak_bytes > floor:
+            reason_not_moved = KEPT_TIME
+    # Who moves all wants as little in memory as can be; one graph of a chain does not know the peak of the step.
+    if not (move_all or analysis.activations):
+        choice = reserve_time(problem, choice)
+    return describe_plan(analysis, problem, choice, reason_not_moved=reason_not_moved, reasons={})
+
+
+def describe_plan(
+    analysis: Analysis,
+    problem: TransferProblem,
+    choice: Choice,
+    *,
+    reason_not_moved: str,
+    reasons: Mapping[str, str],
+) -> Plan:
+    """The plan that makes ``choice``, in words and numbers.
+
+    Args:
+        reasons: why storages that could move stay, by name; ``reason_not_moved`` for all others.
+    """
+    movables = {movable.idx: movable for movable in problem.movables}
+    simulation = choice.simulation
+    # One graph of a chain does not know what the others hold.
+    room = None if analysis.activations else _find_room(problem, choice)
+    return Plan(
+        storages=tuple(
+            describe_storage(
+                candidate,
+                analysis,
+                _decide(candidate, choice, movables, room, reasons.get(_main_node(candidate).name, reason_not_moved)),
+            )
+            for candidate in analysis.candidates
+        ),
+        peak_before=_find_peak(analysis, {}),
+        peak_after=_find_peak(analysis, choice.placements),
+        floor_bytes=floor_bytes(problem),
+        step_s=problem.step_s,
+        exposed_s=simulation.exposed_s,
+        recompute_s=problem.recompute_s,
+        read_s=simulation.read_busy_s,
+        write_s=simulation.write_busy_s,
+        host_peak_bytes=simulation.host_peak_bytes,
+        stall_s=simulation.stall_s,
+    )
+
+
+def pose_problem(
+    analysis: Analysis, *, hardware: Hardware, step_s: float | None = None, host: HostTier | None = None
+) -> TransferProblem:
+    """What has to be decided, in numbers.
+
+    Args:
+        host: staging that storages may stay in; None where there is none to spare, as on every CPU. A graph of a chain
+            has none either: all of them would hold it at the same time, and nobody knows how many they are.
+        step_s: time of the step without recomputation, when the graph recomputes more than the partitioner chose.
+    """
+    intervals = analysis.intervals
+    positions = analysis.joint.positions()
+    marker = positions[analysis.joint.marker]
+    movables = [
+        _describe_movable(candidate, intervals[candidate.storage.idx], positions, marker)
+        for candidate in analysis.candidates
+        if candidate.representative is not None
+    ]
+    moving = {movable.idx for movable in movables}
+    fixed = [interval for idx, interval in intervals.items() if idx not in moving]
+    return TransferProblem(
+        node_s=analysis.node_s,
+        marker=marker,
+        fixed_live_bytes=memory_profile(fixed, len(positions)).live_bytes,
+        movables=tuple(sorted(movables, key=lambda movable: (movable.complete, movable.idx))),
+        hardware=hardware,
+        recompute_s=0.0 if step_s is None else sum(analysis.node_s) - step_s,
+        host=None if analysis.activations else host,
+    )
+
+
+def add_recomputations(plan: Plan, analysis: Analysis, recomputations: Sequence[Recomputation]) -> Plan:
+    """``plan``, made after ``recomputations`` were inserted, with a decision for what these make too.
+
+    Args:
+        analysis: of the graph without them.
+    """
+    positions = {node.name: position for node, position in analysis.joint.positions().items()}
+    candidates = {candidate.storage.idx: candidate for candidate in analysis.candidates}
+    recomputed = [
+        describe_storage(
+            candidates[recomputation.storage_idx],
+            analysis,
+            Recompute(
+                nodes=tuple(node.name for node in recomputation.nodes),
+                sources=tuple(_main_node(candidates[idx]).name for idx in recomputation.sources),
+                reason="made again in backward",
+            ),
+        )
+        for recomputation in recomputations
+    ]
+    storages = sorted((*plan.storages, *recomputed), key=lambda storage: positions[storage.name])
+    return dataclasses.replace(plan, storages=tuple(storages), peak_before=_find_peak(analysis, {}))
+
+
+def _describe_movable(
+    candidate: Candidate, interval: LiveInterval, positions: Mapping[fx.Node, int], marker: int
+) -> Movable:
+    representative = candidate.representative
+    assert representative is not None
+    # Forward often ends with views that only backward reads. They go away, so they are no reads.
+    last_forward_read = positions[representative]
+    first_backward_read = len(positions)
+    only_for_backward: set[fx.Node] = set()
+    for node in reversed(candidate.storage.holders):
+        forward_users = [user for user in node.users if positions[user] < marker and user not in only_for_backward]
+        if not forward_users and node is not representative:
+            only_for_backward.add(node)
+        for user in node.users:
+            if positions[user] > marker:
+                first_backward_read = min(first_backward_read, positions[user])
+        last_forward_read = max([last_forward_read, *(positions[user] for user in forward_users)])
+    if candidate.storage.is_input:
+        last_forward_read = marker - 1  # the caller holds it until forward returns
+    return Movable(
+        idx=interval.storage_idx,
+        size_bytes=interval.size_bytes,
+        start=interval.start,
+        complete=positions[representative] + 1,
+        earliest_release=last_forward_read + 1,
+        wait=first_backward_read,
+        end=interval.end,
+    )
+
+
+def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
+    spans: list[LiveInterval] = []
+    for idx, interval in analysis.intervals.items():
+        placement = placements.get(idx)
+        spans += [interval] if placement is None else interval.without(placement.release, placement.reload)
+    nodes = list(analysis.joint.graph.nodes)
+    profile = memory_profile(spans, len(nodes))
+    position = profile.peak_position
+    there = [span for span in spans if span.start <= position < span.end]
+    there.sort(key=lambda span: (-span.size_bytes, span.storage_idx))
+    return Peak(
+        size_bytes=profile.peak_bytes,
+        position=position,
+        node=nodes[position].name,
+        phase="forward" if position < nodes.index(analysis.joint.marker) else "backward",
+        source=source_line(nodes[position]),
+        largest=tuple(
+            (analysis.alias_sets.storages[span.storage_idx].allocator.name, span.size_bytes)
+            for span in there[:NUM_LARGEST]
+        ),
+    )
+
+
+def _find_room(problem: TransferProblem, choice: Choice) -> Mapping[int, int]:
+    """How far memory stays below the peak from each reload to the next one, by index of the storage.
+
+    What leaves after a reload has come back lies idle in the engine until the next reload: it counts as live.
+    """
+    live_bytes, count = choice.simulation.live_bytes, len(problem.node_s)
+    left = [0] * (count + 1)
+    for movable in problem.movables:
+        if movable.idx in choice.placements:
+            left[movable.end] += movable.size_bytes
+    left_bytes = list(itertools.accumulate(left))
+    positions = sorted({placement.reload for placement in choice.placements.values()})
+    room: dict[int, int] = {}
+    for start, end in itertools.pairwise([*positions, count]):
+        highest = max(live_bytes[at] + left_bytes[at] - left_bytes[start] for at in range(start, end))
+        room[start] = max(0, choice.peak_bytes - highest)
+    return {idx: room[placement.reload] for idx, placement in choice.placements.items()}
+
+
+def _decide(
+    candidate: Candidate,
+    choice: Choice,
+    movables: Mapping[int, Movable],
+    room: Mapping[int, int] | None,
+    reason_not_moved: str,
+) -> Decision:
+    idx = candidate.storage.idx
+    if idx not in choice.placements:
+        return Keep(candidate.reason_to_keep or reason_not_moved)
+    assert candidate.representative is not None
+    placement, movable, views = choice.placements[idx], movables[idx], len(candidate.saved_nodes)
+    simulation = choice.simulation
+    start_s = simulation.start_s
+    where = "in host memory" if placement.tier == "host" else "away"
+    release_stall_s, wait_stall_s = simulation.release_stall_s.get(idx, 0.0), simulation.wait_stall_s.get(idx, 0.0)
+    out_s = start_s[placement.release] - start_s[movable.complete]
+    back_s = start_s[movable.wait] - start_s[placement.reload]
+    return Offload(
+        representative=candidate.representative.name,
+        offload=movable.complete,
+        release=placement.release,
+        reload=placement.reload,
+        wait=movable.wait,
+        # Between two positions the stall is counted in; at one and the same it is all there is. In whole microseconds,
+        # which stay readable in the graph.
+        out_s=round(max(out_s, release_stall_s), 6),
+        back_s=round(max(back_s, wait_stall_s), 6),
+        stall_s=round(release_stall_s + wait_stall_s, 6),
+        reason=f"{where} between forward and backward" + (f"; {views} saved views share it" if views > 1 else ""),
+        tier=placement.tier,
+        idle_bytes=None if room is None else room[idx],
+    )
+
+
+def _main_node(candidate: Candidate) -> fx.Node:
+    """The node that the storage is named after."""
+    return candidate.representative or candidate.saved_nodes[0]
+
+
+def describe_storage(candidate: Candidate, analysis: Analysis, decision: Decision) -> SavedStorage:
+    """What is known about the storage of ``candidate``, and ``decision`` about it."""
+    node = _main_node(candidate)
+    value = node.meta["val"]
+    interval = analysis.intervals.get(candidate.storage.idx)
+    size_bytes = interval.size_bytes if interval is not None else _size_of_input(candidate)
+    return SavedStorage(
+        name=node.name,
+        saved_nodes=tuple(saved.name for saved in candidate.saved_nodes),
+        op=str(candidate.storage.allocator.target),
+        shape=tuple(str(size) for size in value.shape),
+        dtype=str(value.dtype).removeprefix("torch."),
+        device=str(value.device),
+        size_bytes=size_bytes,
+        is_input=candidate.storage.is_input,
+        source=source_line(candidate.storage.allocator),
+        decision=decision,
+    )
+
+
+def _size_of_input(candidate: Candidate) -> int:
+    """Inputs have no live interval; a size that depends on data shows as 0."""
+    try:
+        return candidate.storage.hint_bytes
+    except ValueError:
+        return 0

@@ -1,0 +1,124 @@
+"""What the cost of a node depends on, apart from its neighbours: what it reads, writes, makes and computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import cast
+
+import torch
+from torch import fx
+
+from ssdtrain_fx import _torch_private
+from ssdtrain_fx.passes.graph.alias_sets import AliasSets
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.graph.op_kinds import FREE_OP, Kind, Op, op_of
+from ssdtrain_fx.passes.graph.tensor_sizes import Shape, shape_of, touched_bytes
+
+
+def takes_time(node: fx.Node, alias_sets: AliasSets) -> bool:
+    """False for inputs, views, ``getitem``, symbols, the marker and our own ops."""
+    op = op_of(node.target) if node.op == "call_function" else FREE_OP
+    if op.kind is Kind.FREE:
+        return False
+    makes_a_storage = any(alias_sets.storages[idx].allocator is node for idx in alias_sets.by_node[node])
+    return makes_a_storage or bool(op.written_arguments)
+
+
+def find_own_kernels(joint: ScheduledJointGraph, alias_sets: AliasSets, *, fused: bool) -> tuple[fx.Node, ...]:
+    """The nodes that run as the op that stands in the graph, fused with nothing, in order.
+
+    Args:
+        fused: False for ``inner="aot_eager"``: then every node that takes time is one. Otherwise also left out is what
+            adds at indices: Inductor fuses it with nothing, but generates the kernel itself.
+    """
+
+    def is_own(op: Op) -> bool:
+        return op.kind is Kind.KERNEL and not op.adds_at_indices
+
+    nodes = [node for node in joint.graph.nodes if takes_time(node, alias_sets)]
+    return tuple(node for node in nodes if not fused or is_own(op_of(node.target)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NodeFact:
+    """What the cost of a node depends on, apart from its neighbours."""
+
+    node: fx.Node
+    kind: Kind
+    made: tuple[int, ...]
+    """Storages that it allocates."""
+    written: tuple[tuple[int, int], ...]
+    """Storages of arguments that it writes, and the bytes."""
+    read: tuple[tuple[int, int], ...]
+    """Storages that it reads, and the bytes of each argument: a slice reads less than its storage has."""
+    shape: Shape
+    """What it iterates over: the shape of its result, or for a reduction of its argument."""
+    flops: int
+    convolves: bool
+    dtype: torch.dtype | None
+    expensive_elements: int
+    """Elements that take a transcendental function or a random number."""
+    traffic_bytes: int
+    """Bytes moved beyond ``read``, ``written`` and what it makes."""
+
+    @classmethod
+    def of(cls, node: fx.Node, alias_sets: AliasSets) -> NodeFact:
+        made = tuple(idx for idx in alias_sets.by_node[node] if alias_sets.storages[idx].allocator is node)
+        op = op_of(node.target) if node.op == "call_function" else FREE_OP
+        if not takes_time(node, alias_sets):
+            held = tuple((idx, 0) for source in node.all_input_nodes for idx in alias_sets.by_node[source])
+            return cls(node, Kind.FREE, made, (), held, (), 0, False, None, 0, 0)
+        inputs = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), torch.Tensor)]
+        first = inputs[0].meta["val"] if inputs else None
+        results = [leaf for leaf in _torch_private.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+        result = results[0] if results else first
+        kind, shape = op.kind, shape_of(result)
+        if kind is Kind.ROWS:
+            shape = shape_of(first)
+            kind = _reduction_kind(node, shape)
+        table = node.args[0] if op.looks_up else None
+        read: list[tuple[int, int]] = []
+        for value in inputs:
+            size_bytes = touched_bytes(value.meta["val"])
+            if value is table:
+                size_bytes = min(size_bytes, touched_bytes(result))
+            read += [(idx, size_bytes) for idx in alias_sets.by_node[value]]
+        written = [
+            (idx, touched_bytes(value.meta.get("val")))
+            for value in op.written_values(node)
+            for idx in alias_sets.by_node[value]
+        ]
+        traffic_bytes, expensive_elements = 0, 0
+        if op.is_expensive(node):
+            expensive_elements = max(math.prod(shape), math.prod(shape_of(result)))
+        if op.adds_at_indices:
+            values = max((value.meta["val"] for value in inputs[1:] or inputs), key=touched_bytes)
+            traffic_bytes = 2 * touched_bytes(values)
+            expensive_elements = math.prod(shape_of(values))
+        return cls(
+            node=node,
+            kind=kind,
+            made=made,
+            written=tuple(written),
+            read=tuple(read),
+            shape=shape,
+            flops=op.count_flops(node),
+            convolves="conv" in op.name,
+            dtype=None if result is None else result.dtype,
+            expensive_elements=expensive_elements + op.attention_elements(node),
+            traffic_bytes=traffic_bytes,
+        )
+
+
+def _reduction_kind(node: fx.Node, shape: Shape) -> Kind:
+    """ROWS when what is reduced are the trailing dimensions and something is left."""
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if type(dims) is int:
+        dims = [dims]
+    if not isinstance(dims, (list, tuple)) or not dims:
+        return Kind.COLUMNS
+    reduced = {cast(int, dim) % len(shape) for dim in dims} if shape else set[int]()
+    kept = [dim for dim, size in enumerate(shape) if dim not in reduced and size != 1]
+    moving = [dim for dim in reduced if shape[dim] != 1]
+    return Kind.ROWS if kept and (not moving or max(kept) < min(moving)) else Kind.COLUMNS

@@ -1,0 +1,174 @@
+"""What a call target says about the cost of its calls: how it is fused, how it computes, what it writes.
+
+Matrix products, convolutions and attention have FLOPs, from ``torch.utils.flop_counter``. The lists of names below
+follow torch's ops and how Inductor lowers them; an op that nobody knows is a kernel of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.utils import flop_counter as _flop_counter
+
+from ssdtrain_fx import _torch_private
+from ssdtrain_fx.passes.graph.joint_graph import backward_starts
+from ssdtrain_fx.passes.graph.op_targets import OPS
+from ssdtrain_fx.passes.graph.tensor_sizes import shape_of
+
+flop_counter = cast(Any, _flop_counter)  # untyped
+
+
+class Kind(enum.Enum):
+    FREE = "takes no time: inputs, views, symbols, the marker, our ops"
+    POINTWISE = "an element of the result depends on few elements of the arguments"
+    ROWS = "reduces trailing dimensions"
+    COLUMNS = "reduces others, or all"
+    KERNEL = "is never fused"
+
+
+FUSIBLE = (Kind.POINTWISE, Kind.ROWS, Kind.COLUMNS)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Ops that Inductor lowers to pointwise code, though they do not carry the tag `pointwise`.
+_POINTWISE_NAMES = _names(
+    """
+    _low_memory_max_pool_with_offsets _to_copy _unsafe_index _unsafe_masked_index arange avg_pool2d cat
+    constant_pad_nd convert_element_type copy copy_ embedding eye fill fill_ flip fma full full_like gather index
+    index_select inductor_lookup_seed inductor_randint inductor_random inductor_seed inductor_seeds iota
+    lift_fresh_copy native_dropout ones ones_like rand rand_like randn randn_like reflection_pad2d repeat roll
+    scalar_tensor select_scatter slice_scatter stack tril triu upsample_nearest2d view_dtype where zeros zeros_like
+    """
+)
+_LOOK_UP_NAMES = _names(
+    """
+    _unsafe_index _unsafe_masked_index embedding gather index index_select
+    """
+)
+_ADD_AT_INDICES_NAMES = _names(
+    """
+    _unsafe_masked_index_put_accumulate embedding_dense_backward index_add index_put index_put_ scatter_add
+    scatter_add_ scatter_reduce
+    """
+)
+_EXPENSIVE_NAMES = _names(
+    """
+    _log_softmax _log_softmax_backward_data _softmax acos acosh asin asinh atan atan2 atanh bernoulli celu cos cosh
+    digamma elu erf erfc erfinv exp exp2 expm1 gelu gelu_backward inductor_randint inductor_random lgamma log log10
+    log1p log2 log_sigmoid_forward logit logsumexp mish native_dropout normal rand rand_like randn randn_like rsqrt
+    selu sigmoid silu silu_backward sin sinh softplus tan tanh
+    """
+)
+_CHEAP_EXPONENTS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3, 4)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Op:
+    """What a call target says about its calls."""
+
+    name: str
+    kind: Kind
+    flop_formula: Callable[..., Any] | None = None
+    attention_arguments: tuple[int, int] | None = None
+    """Where query and key stand among the arguments, for attention."""
+    written_arguments: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def looks_up(self) -> bool:
+        """Reads only some rows of its first argument."""
+        return self.name in _LOOK_UP_NAMES
+
+    @property
+    def adds_at_indices(self) -> bool:
+        """Adds values to elements all over its result."""
+        return self.name in _ADD_AT_INDICES_NAMES
+
+    def is_expensive(self, node: fx.Node) -> bool:
+        if self.name == "pow":
+            return len(node.args) < 2 or node.args[1] not in _CHEAP_EXPONENTS
+        return self.name in _EXPENSIVE_NAMES
+
+    def written_values(self, node: fx.Node) -> list[fx.Node]:
+        values: list[fx.Node] = []
+        for at, name in self.written_arguments:
+            value = node.args[at] if at < len(node.args) else node.kwargs.get(name)
+            values += [leaf for leaf in _torch_private.tree_leaves(value) if isinstance(leaf, fx.Node)]
+        return values
+
+    def count_flops(self, node: fx.Node) -> int:
+        if self.flop_formula is None:
+            return 0
+        args = fx.map_arg(node.args, lambda source: _shape_or_value(source.meta.get("val")))
+        kwargs = fx.map_arg(dict(node.kwargs), lambda source: _shape_or_value(source.meta.get("val")))
+        results = _shape_or_value(node.meta.get("val"))
+        return int(self.flop_formula(*cast(Any, args), **cast(Any, kwargs), out_val=results))
+
+    def attention_elements(self, node: fx.Node) -> int:
+        """Exponentials of the softmax inside attention: one for every query and key."""
+        if self.attention_arguments is None:
+            return 0
+        query, key = (shape_of(cast(fx.Node, node.args[at]).meta.get("val")) for at in self.attention_arguments)
+        return math.prod(query[:-1]) * key[-2]
+
+
+FREE_OP = Op("", Kind.FREE)
+_ATTENTION_NAMES = _names(
+    """
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
+    """
+)
+
+
+@functools.cache
+def op_of(target: Any) -> Op:
+    """What is known of a call target, also of one that nobody knows."""
+    if target is backward_starts or target in OPS:
+        return FREE_OP
+    if not isinstance(target, _torch_private.OpOverload):
+        return Op(str(getattr(target, "__name__", target)), Kind.KERNEL)
+    packet = target.overloadpacket
+    name = str(packet.__name__)
+    forward_name = name.removesuffix("_backward")
+    attention: tuple[int, int] | None = None
+    formula: Any = flop_counter.flop_registry.get(packet)
+    if forward_name in _ATTENTION_NAMES:
+        attention = (0, 1) if forward_name == name else (1, 2)
+        formula = flop_counter.sdpa_flop if forward_name == name else flop_counter.sdpa_backward_flop
+    elif not hasattr(formula, "__wrapped__"):
+        formula = None  # wants real tensors
+    tags = target.tags
+    if formula is not None:
+        kind = Kind.KERNEL
+    elif torch.Tag.reduction in tags:
+        kind = Kind.ROWS
+    elif torch.Tag.pointwise in tags or torch.Tag.view_copy in tags or name in _POINTWISE_NAMES:
+        kind = Kind.POINTWISE
+    elif name.startswith(("empty", "new_empty")):
+        kind = Kind.FREE
+    else:
+        kind = Kind.KERNEL
+    written = tuple(
+        (at, argument.name)
+        for at, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return Op(name, kind, formula, attention, written)
+
+
+def _shape_or_value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.Size(shape_of(value))
+    if isinstance(value, (tuple, list)):
+        return [_shape_or_value(item) for item in cast(Sequence[Any], value)]
+    return value

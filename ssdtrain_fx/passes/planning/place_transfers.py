@@ -1,0 +1,414 @@
+"""Which storages move, and where their releases and reloads stand: the fast planner, on numbers only.
+
+1. *Place.* For a given set of storages the clock says when each one has left and when its read has to begin:
+
+       release   at the first node that starts when the storage has left
+       reload    at the last node that starts early enough for the read to be over in front of the wait; reads are
+                 packed backwards from their waits, so that each is as late as possible
+
+   Both positions are the best ones for memory under the channel's order, so a set has one placement at one ``haste``.
+   Haste h places as if the SSD were h times as fast as it is: what is asked for later than the SSD can serve it stalls,
+   and takes less memory. h < 1 leaves time in reserve.
+
+2. *Rank.* Storages that relieve the present peak, until it stands where nothing can move. Two orders are tried: latest
+   reuse first (Belady), which is best where the SSD is short of time, and most bytes per second of the compute stream
+   first, which is best where the stream is.
+
+3. *Choose.* Take storages in that order, in runs of growing length, and keep what the simulation accepts: within
+   the time allowed, and no higher peak than without it. Where time is short, a local search moves single storages
+   and positions for as long as that lowers the peak. Then drop what does not help the peak.
+
+Every judgement comes from :func:`~ssdtrain_fx.passes.planning.simulate.simulate`. With n storages and m nodes one simulation is
+O(n log n + m); their number grows with log n, plus at most MAX_REFUSALS for storages that are refused, and what the
+local search may use.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from ssdtrain_fx.passes.planning.assign_tiers import fill_host_tier
+from ssdtrain_fx.passes.planning.simulate import Simulation, peak_bytes, simulate, simulate_within
+from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, Placements, TransferProblem
+
+HASTES = (0.8, 1.0, 2.0, 4.0, float("inf"))
+"""Tried in this order. 0.8 leaves a quarter of the transfer time in reserve for what the clock does not know."""
+MAX_REFUSALS = 64
+"""Storages that may be refused before the planner gives up on the rest. A guess."""
+
+MAX_TRIED_POSITIONS = 300_000
+"""Of the local search: tries times positions. Small graphs are searched well, large ones stay fast. A guess."""
+SMALL_PROBLEM = 12
+"""Movables of a problem whose search starts from many places."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """A placement and what the simulation says of it."""
+
+    placements: dict[int, Placement]
+    simulation: Simulation
+    haste: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.simulation.peak_bytes
+
+
+def choose_lowest_peak(
+    problem: TransferProblem,
+    *,
+    max_slowdown: float,
+    hastes: Iterable[float] = HASTES,
+    max_tried_positions: int = MAX_TRIED_POSITIONS,
+) -> Choice:
+    """The lowest peak whose exposed time is at most ``max_slowdown`` of the step; then the fewest storages for it."""
+    allowed_s = max_slowdown * problem.step_s
+    found = [
+        _grow(problem, ranked, haste, allowed_s=allowed_s, goal_bytes=0) for haste, ranked in _ranks(problem, hastes)
+    ]
+    found += _beginnings(problem, hastes, allowed_s=allowed_s)
+    found.sort(key=lambda choice: choice.peak_bytes)  # stable: the smaller haste wins
+    best = found[0]
+    floor = floor_bytes(problem)
+    tries = max_tried_positions // max(1, len(problem.node_s))
+    for start in found:
+        improved, tries = _improve(problem, start, allowed_s=allowed_s, floor=floor, tries=tries)
+        if improved.peak_bytes < best.peak_bytes:
+            best = improved
+    return _thin(problem, best, goal_bytes=best.peak_bytes, allowed_s=allowed_s)
+
+
+def choose_cheapest(problem: TransferProblem, *, budget_bytes: int, hastes: Iterable[float] = HASTES) -> Choice | None:
+    """The least exposed time whose peak is at most ``budget_bytes``; None where no placement gets there."""
+    best: Choice | None = None
+    for haste, ranked in _ranks(problem, hastes):
+        found = _grow(problem, ranked, haste, allowed_s=float("inf"), goal_bytes=budget_bytes)
+        if found.peak_bytes > budget_bytes:
+            continue
+        found = _thin(problem, found, goal_bytes=budget_bytes, allowed_s=float("inf"))
+        if best is None or found.simulation.exposed_s < best.simulation.exposed_s:
+            best = found
+    return best
+
+
+def choose_all(problem: TransferProblem) -> Choice:
+    """Move everything, whatever it costs."""
+    return _choice(problem, problem.movables, HASTES[0])
+
+
+def floor_bytes(problem: TransferProblem) -> int:
+    """The working-set floor: the peak when everything is away wherever nothing reads it, at any cost in time."""
+    return peak_bytes(problem, _place_filled(problem, problem.movables, float("inf")))
+
+
+def place(
+    problem: TransferProblem, chosen: Iterable[Movable], haste: float, *, on_host: Collection[int] = frozenset()
+) -> dict[int, Placement]:
+    """Release and reload positions of ``chosen``, as if the SSD and the copies were ``haste`` times as fast.
+
+    Args:
+        on_host: which of them the host tier holds, by index.
+    """
+    chosen = sorted(chosen, key=lambda movable: (movable.complete, movable.idx))
+    clock = _Clock.of(problem, chosen)
+    releases = _place_releases(problem, chosen, clock, haste, on_host)
+    reloads = _place_reloads(problem, chosen, clock, haste, on_host)
+    return {
+        movable.idx: Placement(
+            releases[movable.idx], reloads[movable.idx], tier="host" if movable.idx in on_host else "ssd"
+        )
+        for movable in chosen
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Clock:
+    """When things happen if nothing stalls, with the time of the ops of the chosen storages."""
+
+    reached_s: list[float]
+    """When the stream comes to a position, where its transfers may stand ..."""
+    start_s: list[float]
+    """... and when it starts the node behind them."""
+
+    @classmethod
+    def of(cls, problem: TransferProblem, chosen: Iterable[Movable]) -> _Clock:
+        extra_s = np.zeros(len(problem.node_s))
+        for movable in chosen:
+            extra_s[movable.complete] += problem.blocks_out_s(movable.size_bytes)
+            extra_s[movable.wait] += problem.blocks_in_s(movable.size_bytes)
+        reached_s = np.zeros(len(extra_s) + 1)
+        np.cumsum(problem.node_seconds + extra_s, out=reached_s[1:])
+        return cls(reached_s[:-1].tolist(), (reached_s[:-1] + extra_s).tolist())
+
+
+def _place_releases(
+    problem: TransferProblem,
+    chosen: Sequence[Movable],
+    clock: _Clock,
+    haste: float,
+    on_host: Collection[int] = frozenset(),
+) -> dict[int, int]:
+    hardware, marker = problem.hardware, problem.marker
+    room_bytes = hardware.staging_bytes
+    releases: dict[int, int] = {}
+    copied_s = written_s = 0.0
+    queued = 0
+    writes: list[tuple[int, float]] = []
+    """Of each write: bytes queued up to its end, and when it ends."""
+    oldest = 0
+    for movable in chosen:
+        size_bytes, complete = movable.size_bytes, movable.complete
+        if movable.idx in on_host:
+            assert problem.host is not None
+            room_bytes -= problem.host.held_bytes(size_bytes)
+        else:
+            queued += size_bytes
+            written_s = max(written_s, clock.reached_s[complete]) + hardware.write.transfer_s(size_bytes) / haste
+            writes.append((queued, written_s))
+        left_s = clock.start_s[complete]
+        if not hardware.copies_block_compute:
+            left_s = max(copied_s, left_s) + hardware.copy_out.transfer_s(size_bytes) / haste
+        must_be_written = min(queued, queued - room_bytes)
+        if must_be_written > 0:
+            while writes[oldest][0] < must_be_written:
+                oldest += 1
+            end, end_s = writes[oldest]
+            left_s = max(left_s, end_s - (end - must_be_written) / hardware.write.bytes_per_s / haste)
+        copied_s = left_s
+        if movable.earliest_release <= complete and left_s <= clock.start_s[complete]:
+            releases[movable.idx] = complete
+        else:
+            first = max(movable.earliest_release, min(complete + 1, marker))
+            releases[movable.idx] = bisect.bisect_left(clock.reached_s, left_s, first, marker)
+    return releases
+
+
+def _place_reloads(
+    problem: TransferProblem,
+    chosen: Sequence[Movable],
+    clock: _Clock,
+    haste: float,
+    on_host: Collection[int] = frozenset(),
+) -> dict[int, int]:
+    hardware, reached_s, marker = problem.hardware, clock.reached_s, problem.marker
+    reloads: dict[int, int] = {}
+    next_read_s = next_copy_s = float("inf")
+    for movable in sorted(chosen, key=lambda movable: (-movable.wait, -movable.idx)):
+        needed_s, size_bytes = reached_s[movable.wait], movable.size_bytes
+        if movable.idx in on_host:
+            copy_s = 0.0 if hardware.copies_block_compute else hardware.copy_in.transfer_s(size_bytes)
+            begin_s = next_copy_s = min(needed_s, next_copy_s) - copy_s / haste
+        else:
+            begin_s = next_read_s = min(needed_s, next_read_s) - hardware.read.transfer_s(size_bytes) / haste
+        last = bisect.bisect_right(reached_s, begin_s, marker + 1, movable.wait + 1) - 1
+        reloads[movable.idx] = max(last, marker + 1)
+    return reloads
+
+
+def _place_filled(problem: TransferProblem, chosen: Sequence[Movable], haste: float) -> dict[int, Placement]:
+    return place(problem, chosen, haste, on_host=fill_host_tier(problem.host, chosen))
+
+
+def _choice(problem: TransferProblem, chosen: Sequence[Movable], haste: float) -> Choice:
+    placements = _place_filled(problem, chosen, haste)
+    return Choice(placements, simulate(problem, placements), haste)
+
+
+def _choice_within(
+    problem: TransferProblem, chosen: Sequence[Movable], haste: float, *, allowed_s: float, allowed_bytes: int
+) -> Choice | None:
+    """The same if it exposes no more than ``allowed_s`` and has no higher peak than ``allowed_bytes``; None otherwise.
+
+    What is refused is mostly refused before it is simulated, which takes the most time.
+    """
+    placements = _place_filled(problem, chosen, haste)
+    if peak_bytes(problem, placements) > allowed_bytes:
+        return None
+    simulation = simulate_within(problem, placements, allowed_s=allowed_s)
+    return None if simulation is None else Choice(placements, simulation, haste)
+
+
+def _grow(
+    problem: TransferProblem, ranked: Sequence[Movable], haste: float, *, allowed_s: float, goal_bytes: int
+) -> Choice:
+    """Take storages in the order of their rank for as long as the simulation accepts them."""
+    chosen: list[Movable] = []
+    best = _choice(problem, chosen, haste)
+    best_bytes = best.peak_bytes
+    waiting = list(ranked)
+    refusals = 0
+    run = 1
+    while waiting and best_bytes > goal_bytes and refusals < MAX_REFUSALS:
+        run = min(run, len(waiting))
+        more = [*chosen, *waiting[:run]]
+        found = _choice_within(problem, more, haste, allowed_s=allowed_s, allowed_bytes=best_bytes)
+        if found is not None:
+            chosen = more
+            del waiting[:run]
+            best, best_bytes = found, found.peak_bytes
+            run *= 2
+        elif run > 1:
+            run = max(1, run // 4)
+        else:
+            del waiting[0]
+            refusals += 1
+    return best
+
+
+def _beginnings(problem: TransferProblem, hastes: Iterable[float], *, allowed_s: float) -> Iterable[Choice]:
+    """More places for the local search to start from, in small problems: one or two storages."""
+    if len(problem.movables) > SMALL_PROBLEM:
+        return
+    for haste, count in itertools.product(hastes, (1, 2)):
+        for chosen in itertools.combinations(problem.movables, count):
+            found = _choice(problem, chosen, haste)
+            if found.simulation.exposed_s <= allowed_s:
+                yield found
+
+
+def _improve(
+    problem: TransferProblem, choice: Choice, *, allowed_s: float, floor: int, tries: int
+) -> tuple[Choice, int]:
+    """Local search: change one or two storages so that the peak falls, for as long as one can be found.
+
+    Returns the best choice and how many of the ``tries`` are left.
+    """
+    best, best_bytes = choice, choice.peak_bytes
+    improved = True
+    while improved and best_bytes > floor:
+        improved = False
+        for placements in _neighbours(problem, best):
+            if tries == 0:
+                return best, 0
+            tries -= 1
+            if peak_bytes(problem, placements) >= best_bytes:
+                continue
+            simulation = simulate_within(problem, placements, allowed_s=allowed_s)
+            if simulation is not None:
+                best, improved = Choice(placements, simulation, best.haste), True
+                best_bytes = best.peak_bytes
+                break
+    return best, tries
+
+
+def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, Placement]]:
+    """Placements that take something out of the peak: asked for later, released earlier, moved, or moved instead."""
+    peak_position = choice.simulation.live_bytes.index(choice.peak_bytes)
+    placements = choice.placements
+    by_idx = {movable.idx: movable for movable in problem.movables}
+
+    def squeezed(idx: int, placement: Placement) -> Placement:
+        movable = by_idx[idx]
+        if placement.reload <= peak_position < movable.wait:
+            return Placement(placement.release, peak_position + 1, placement.tier)
+        if max(movable.earliest_release, movable.complete) <= peak_position < placement.release:
+            return Placement(peak_position, placement.reload, placement.tier)
+        return placement
+
+    for idx, placement in placements.items():
+        tighter = squeezed(idx, placement)
+        if tighter != placement:
+            yield {**placements, idx: tighter}
+
+    chosen = [by_idx[idx] for idx in placements]
+    others = [
+        movable
+        for movable in problem.movables
+        if movable.idx not in placements and movable.earliest_release <= peak_position < movable.wait
+    ]
+    others.sort(key=lambda movable: (-movable.size_bytes, movable.earliest_release - movable.wait, movable.idx))
+    # The smallest first: they free the most time for the fewest bytes.
+    drops = sorted(chosen, key=lambda movable: (movable.size_bytes, movable.wait - movable.complete, movable.idx))
+    for added, dropped in itertools.product(others, _drops(drops)):
+        moved = [*(movable for movable in chosen if movable not in dropped), added]
+        found = place(problem, moved, choice.haste, on_host=fill_host_tier(problem.host, moved))
+        yield found
+        tighter = squeezed(added.idx, found[added.idx])
+        if tighter != found[added.idx]:
+            yield {**found, added.idx: tighter}
+
+
+def _drops(movables: Sequence[Movable]) -> Iterable[tuple[Movable, ...]]:
+    """Nothing, each one, and each with the one behind it."""
+    yield ()
+    for movable in movables:
+        yield (movable,)
+    yield from itertools.pairwise(movables)
+
+
+def _thin(problem: TransferProblem, choice: Choice, *, goal_bytes: int, allowed_s: float) -> Choice:
+    """Leave in memory what need not move: soonest reuse first, for as long as the peak stays at ``goal_bytes``."""
+    chosen = [movable for movable in problem.movables if movable.idx in choice.placements]
+    order = sorted(chosen, key=lambda movable: (movable.wait - movable.complete, movable.idx))
+    best = choice
+    refusals = 0
+    run = max(1, len(order) // 2)
+    first = 0
+    while first < len(order) and refusals < MAX_REFUSALS:
+        run = min(run, len(order) - first)
+        dropped = {movable.idx for movable in order[first : first + run]}
+        kept = [movable for movable in chosen if movable.idx not in dropped]
+        still_allowed_s = min(allowed_s, best.simulation.exposed_s + 1e-12)
+        found = _choice_within(problem, kept, choice.haste, allowed_s=still_allowed_s, allowed_bytes=goal_bytes)
+        if found is not None:
+            chosen, best = kept, found
+            first += run
+            run *= 2
+        elif run > 1:
+            run = max(1, run // 4)
+        else:
+            first += 1
+            refusals += 1
+    return best
+
+
+def _ranks(problem: TransferProblem, hastes: Iterable[float]) -> Iterable[tuple[float, list[Movable]]]:
+    """The orders to try at every haste; equal ones once."""
+
+    def latest_reuse(movable: Movable) -> tuple[float, ...]:
+        return (movable.earliest_release - movable.wait, -movable.size_bytes, movable.idx)
+
+    def bytes_per_s(movable: Movable) -> tuple[float, ...]:
+        cost_s = problem.blocks_out_s(movable.size_bytes) + problem.blocks_in_s(movable.size_bytes)
+        return (cost_s / max(1, movable.size_bytes), *latest_reuse(movable))
+
+    clock = _Clock.of(problem, ())
+    for haste in hastes:
+        alone: dict[int, Placement] = {}
+        for movable in problem.movables:
+            releases = _place_releases(problem, [movable], clock, haste)
+            reloads = _place_reloads(problem, [movable], clock, haste)
+            alone[movable.idx] = Placement(releases[movable.idx], reloads[movable.idx])
+        first = _rank(problem, sorted(problem.movables, key=latest_reuse), alone)
+        yield haste, first
+        second = _rank(problem, sorted(problem.movables, key=bytes_per_s), alone)
+        if second != first:
+            yield haste, second
+
+
+def _rank(problem: TransferProblem, waiting: Sequence[Movable], alone: Placements) -> list[Movable]:
+    """Those of ``waiting`` that relieve the peak, in the order in which they do.
+
+    Each one takes its bytes out of the span where it would be away if it had the SSD to itself. The next one is the
+    first whose span covers the present peak.
+    """
+    profile = problem.kept_live_bytes.copy()
+    release = np.array([alone[movable.idx].release for movable in waiting], dtype=np.int64)
+    reload = np.array([alone[movable.idx].reload for movable in waiting], dtype=np.int64)
+    ranked: list[Movable] = []
+    while len(ranked) < len(waiting):
+        position = profile.argmax()
+        covering = (release <= position) & (position < reload)
+        found = int(covering.argmax())
+        if not covering[found]:
+            break
+        profile[release[found] : reload[found]] -= waiting[found].size_bytes
+        reload[found] = release[found]  # an empty span: it is not found again
+        ranked.append(waiting[found])
+    return ranked

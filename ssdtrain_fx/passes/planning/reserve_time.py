@@ -1,0 +1,88 @@
+"""Ask for storages earlier, and let them go later, where that costs neither memory at the peak nor time.
+
+The planner places reads as late and releases as early as the rates of the profile allow, which is best at the peak.
+Elsewhere memory is free, and a disk that is slower than its profile for a while would stall the step for nothing::
+
+    planned    |-------- n4 |reload a| n5 |wait a| ...        read takes as long as n5, if all goes well
+    reserved   |reload a| n4 -------- n5 |wait a| ...         and now it may take twice as long
+
+Guarantees: the peak is no higher, nothing more is exposed, and reads and releases keep their order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdtrain_fx.passes.planning.place_transfers import Choice, place
+from ssdtrain_fx.passes.planning.simulate import ROUNDING, simulate
+from ssdtrain_fx.passes.planning.transfer_problem import Placement, TransferProblem
+
+RESERVES = (0.25, 0.5)
+"""Shares of its rate at which the SSD would still be in time, tried in this order. Guesses: hiccups of twice the time
+are common on shared machines, and more than four times the time is no hiccup."""
+
+ROOM_SHARE = 0.8
+"""Of the peak; a reserve fills memory up to here. A compiler orders kernels a little differently than planned: with
+1.0, GPT-2 took 1.22 of the planned peak, with 0.9 BERT took 1.11, and with 0.8 GPT-2 took 1.02 (resident memory by
+``ssdtrain-fx bench``, ``max_slowdown`` 0.03 and 0.04, 12 layers, hidden 384, batch 8 x 512, 2026-11-22)."""
+
+
+def reserve_time(problem: TransferProblem, choice: Choice) -> Choice:
+    """``choice`` with other releases and reloads."""
+    movables = [movable for movable in problem.movables if movable.idx in choice.placements]
+    on_host = {idx for idx, placement in choice.placements.items() if placement.tier == "host"}
+    for reserve in RESERVES:
+        wanted = place(problem, movables, reserve, on_host=on_host)
+        placements = _towards(problem, choice, wanted)
+        simulation = simulate(problem, placements)
+        if (
+            simulation.peak_bytes <= choice.peak_bytes
+            and simulation.exposed_s <= choice.simulation.exposed_s + ROUNDING * problem.step_s
+        ):
+            return dataclasses.replace(choice, placements=placements, simulation=simulation)
+    return choice
+
+
+def _towards(problem: TransferProblem, choice: Choice, wanted: dict[int, Placement]) -> dict[int, Placement]:
+    """Every position of ``choice`` moved as far towards the ``wanted`` one as memory allows."""
+    placements = dict(choice.placements)
+    size_bytes = {movable.idx: movable.size_bytes for movable in problem.movables}
+    live_bytes = np.array(choice.simulation.live_bytes, dtype=np.int64)
+    room_bytes = int(ROOM_SHARE * choice.peak_bytes) - live_bytes
+    # What is asked for first comes first: it is nearest to the peak, and may need the reserve most.
+    before = problem.marker
+    for idx in sorted(placements, key=lambda idx: (placements[idx].reload, size_bytes[idx], idx)):
+        now = placements[idx]
+        reload = _first_with_room(room_bytes, max(before + 1, wanted[idx].reload), now.reload, size_bytes[idx])
+        placements[idx] = dataclasses.replace(now, reload=reload)
+        before = max(before, reload)
+    behind = problem.marker + 1
+    for idx in sorted(placements, key=lambda idx: (-placements[idx].release, size_bytes[idx], idx)):
+        now = placements[idx]
+        release = _last_with_room(room_bytes, now.release, min(behind - 1, wanted[idx].release), size_bytes[idx])
+        placements[idx] = dataclasses.replace(now, release=release)
+        behind = min(behind, release)
+    return placements
+
+
+def _first_with_room(room_bytes: NDArray[np.int64], first: int, last: int, size_bytes: int) -> int:
+    """The first position from which on there is room until ``last``. Takes it."""
+    if first >= last:
+        return last
+    full = np.flatnonzero(room_bytes[first:last] < size_bytes)
+    found = first + int(full[-1]) + 1 if full.size else first
+    room_bytes[found:last] -= size_bytes
+    return found
+
+
+def _last_with_room(room_bytes: NDArray[np.int64], first: int, last: int, size_bytes: int) -> int:
+    """The last position until which there is room from ``first`` on. Takes it."""
+    if last <= first:
+        return first
+    full = np.flatnonzero(room_bytes[first:last] < size_bytes)
+    found = first + int(full[0]) if full.size else last
+    room_bytes[first:found] -= size_bytes
+    return found

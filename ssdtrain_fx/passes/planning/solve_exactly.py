@@ -1,0 +1,513 @@
+"""The lowest peak that any placement can reach within a slowdown, by mixed-integer programming (HiGHS).
+
+For small graphs, to judge planners by; it is no planner for every day.
+
+    minimise    peak
+    such that   peak >= live bytes at every position
+                a storage is away only when the clock allows it
+                the step takes at most (1 + max_slowdown) * step_s
+
+The clock is that of :mod:`ssdtrain_fx.passes.planning.simulate`, with each of its rules kept or made weaker, never stronger:
+
+    offload, reload   take ``blocks_out_s`` and ``blocks_in_s`` of the compute stream; steps at one position have the
+                      same order as there
+    write             the SSD writes in the order of ``complete``, and may begin when the offload is reached
+    release           stalls until the storage has left: it is copied, one copy after the other, and all but the last
+                      ``staging_bytes`` of what was offloaded so far are on the SSD (weaker: and their latencies, for
+                      as many storages as staging can hold)
+    read              a read has the SSD to itself; it begins when its reload is reached (weaker: behind
+                      ``blocks_in_s``); reads may interrupt each other, the one that is waited for first goes first
+                      (weaker: in the order of ``reload``)
+    forwarding        what is asked for so soon that it may still be in staging, had all storages been offloaded and
+                      every read slowed the writes down, needs no read (weaker: what really is there)
+
+So ``lower_bound_bytes`` bounds the peak of everything that the simulation allows, and the placements found here may
+need more time there. How much is for the caller to simulate: where they fit as well, they are optimal for it.
+
+Storage k has one 0-1 variable per slot: in forward "released by this slot", in backward "still away in this slot". They
+make every transfer condition a sum of bytes, so that the relaxation is already near the optimum:
+
+    bytes released by slot p, offloaded from j on     <=  write rate * time from j to p  +  staging
+    bytes away at p that are waited for until q       <=  read rate  * time from p to q
+
+Not every position is a slot. Call h[p] the live bytes at p with everything in memory, and floor the peak with
+everything away wherever it may be, which no placement gets under.
+
+* Unless h[p] > max(h[p - 1], floor), all releases in front of p can as well stand in front of p + 1: the bytes at p are
+  then at most those at p - 1, or floor, and a release that comes later never stalls for longer.
+* Unless h[p - 1] > max(h[p], floor), all reloads in front of p can as well stand in front of p - 1, but for those that
+  are waited for at p: the same argument backwards. Node p starts no later for it, and the reads begin earlier.
+* Between two positions where a storage can start, leave, come back or end, only the fixed bytes change: the one with
+  the most of them stands for all.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from scipy import optimize, sparse
+
+from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, Placements, TransferProblem
+
+SCALE = 1000.0
+"""The step and the highest peak are this long in the program: far from the tolerance of the solver, 1e-6."""
+TOLERANCE = 1e-7
+"""Relative; steps and peaks that are nearer than that count as equal."""
+
+Term = tuple[int | None, float]
+"""(variable, coefficient); no variable stands for 0."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExactSolution:
+    """The best placements that were found, and how much better others could be."""
+
+    placements: Placements
+    peak_bytes: int
+    step_s: float
+    """On the clock of this module, with every transfer as early as possible."""
+    lower_bound_bytes: int
+    """No placement has a lower peak."""
+    gap: float
+    """(peak - lower bound) / peak."""
+    proven: bool
+    """Whether the gap is at most the one that was asked for."""
+    slots: int
+    """Positions that got variables."""
+
+
+def solve_exactly(
+    problem: TransferProblem,
+    *,
+    max_slowdown: float,
+    time_limit_s: float = 60,
+    relative_gap: float = 0.005,
+    compress: bool = True,
+) -> ExactSolution:
+    """Placements with the lowest peak whose step takes at most ``(1 + max_slowdown) * step_s``.
+
+    When the time is over the best ones so far are returned, at worst none at all: to keep everything is always allowed.
+
+    Args:
+        time_limit_s: for the search; building the program and the last linear program come on top.
+        compress: False gives every position its variables. The optimum is the same; for tests.
+    """
+    peak_bytes = max(_live_bytes(problem), default=0)
+    slots = _find_slots(problem, compress=compress)
+    if not problem.movables:
+        return ExactSolution({}, peak_bytes, problem.step_s, peak_bytes, 0.0, True, 0)
+    program = _Program(problem, max_slowdown, slots)
+    found = program.solve(time_limit_s=time_limit_s, relative_gap=relative_gap)
+    lower_bound_bytes = max(program.floor_bytes, math.ceil(found.bound_bytes * (1 - TOLERANCE)))
+    placements: Placements = {}
+    step_s = problem.step_s
+    if found.values is not None:
+        candidate = program.placements(found.values)
+        candidate_peak_bytes = max(_live_bytes(problem, candidate), default=0)
+        if candidate_peak_bytes < peak_bytes:
+            placements, peak_bytes = candidate, candidate_peak_bytes
+            step_s = program.shortest_step_s(found.values)
+    lower_bound_bytes = min(lower_bound_bytes, peak_bytes)
+    gap = (peak_bytes - lower_bound_bytes) / peak_bytes if peak_bytes else 0.0
+    return ExactSolution(
+        placements=placements,
+        peak_bytes=peak_bytes,
+        step_s=step_s,
+        lower_bound_bytes=lower_bound_bytes,
+        gap=gap,
+        proven=gap <= max(relative_gap, 2 * TOLERANCE),
+        slots=program.slot_count,
+    )
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slots:
+    """Where something may stand, and where memory is looked at."""
+
+    release_at: tuple[int, ...]
+    """The last one is the marker."""
+    reload_at: tuple[int, ...]
+    """A reload may also stand at its wait."""
+    memory_at: tuple[int, ...]
+    keep_all_bytes: tuple[int, ...]
+    floor_bytes: int
+
+
+def _find_slots(problem: TransferProblem, *, compress: bool) -> _Slots:
+    marker, num_positions = problem.marker, len(problem.node_s)
+    keep_all = _live_bytes(problem)
+    everywhere = {movable.idx: Placement(movable.earliest_release, movable.wait) for movable in problem.movables}
+    floor_bytes = max(_live_bytes(problem, everywhere), default=0)
+    if not compress:
+        return _Slots(
+            release_at=tuple(range(marker + 1)),
+            reload_at=tuple(range(marker + 1, num_positions)),
+            memory_at=tuple(range(num_positions)),
+            keep_all_bytes=keep_all,
+            floor_bytes=floor_bytes,
+        )
+    rises = [p for p in range(1, marker) if keep_all[p] > max(keep_all[p - 1], floor_bytes)]
+    drops = [p for p in range(marker + 2, num_positions) if keep_all[p - 1] > max(keep_all[p], floor_bytes)]
+    release_at = (*rises, marker)
+    reload_at = (marker + 1, *drops)
+    changes = {0, num_positions, *release_at, *reload_at}
+    for movable in problem.movables:
+        changes |= {movable.start, movable.wait, movable.end}
+    memory_at = [
+        max(range(start, end), key=lambda p: problem.fixed_live_bytes[p])
+        for start, end in itertools.pairwise(sorted(changes))
+    ]
+    return _Slots(
+        release_at=release_at,
+        reload_at=reload_at,
+        memory_at=tuple(p for p in memory_at if keep_all[p] > floor_bytes),
+        keep_all_bytes=keep_all,
+        floor_bytes=floor_bytes,
+    )
+
+
+def _live_bytes(problem: TransferProblem, placements: Placements | None = None) -> tuple[int, ...]:
+    change = [0] * (len(problem.node_s) + 1)
+    for movable in problem.movables:
+        spans = [(movable.start, movable.end)]
+        placement = (placements or {}).get(movable.idx)
+        if placement is not None:
+            spans = [(movable.start, placement.release), (placement.reload, movable.end)]
+        for start, end in spans:
+            change[start] += movable.size_bytes
+            change[end] -= movable.size_bytes
+    moved = itertools.accumulate(change[:-1])
+    return tuple(fixed + more for fixed, more in zip(problem.fixed_live_bytes, moved, strict=True))
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    values: Sequence[float] | None
+    bound_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Away:
+    """The variables of one storage."""
+
+    movable: Movable
+    release_at: tuple[int, ...]
+    released: tuple[int, ...]
+    """Variables "released at release_at[i] or before"; the last one says that it is moved at all."""
+    reload_at: tuple[int, ...]
+    """The last one is the wait."""
+    still_away: tuple[int, ...]
+    """Variables "reloaded behind reload_at[i]"; none for the wait."""
+
+    @property
+    def moved(self) -> int:
+        return self.released[-1]
+
+    def at(self, position: int, marker: int) -> int | None:
+        """The variable that says whether the storage is away at ``position``; None where it never is."""
+        if position <= marker:
+            slot = bisect.bisect_right(self.release_at, position)
+            return self.released[slot - 1] if slot else None
+        if position >= self.movable.wait:
+            return None
+        slot = bisect.bisect_right(self.reload_at, position)
+        return self.still_away[slot - 1] if slot else self.moved
+
+
+class _Program:
+    """Variables and rows. Every row says that a sum of terms is at least a number. Times are in ``unit_s``."""
+
+    def __init__(self, problem: TransferProblem, max_slowdown: float, slots: _Slots) -> None:
+        self.problem = problem
+        self.floor_bytes = slots.floor_bytes
+        self._slots = slots
+        self._lower: list[float] = []
+        self._upper: list[float] = []
+        self._is_integer: list[bool] = []
+        self._row_of: list[int] = []
+        self._column_of: list[int] = []
+        self._coefficient: list[float] = []
+        self._at_least: list[float] = []
+
+        self._unit_s = (problem.step_s or 1.0) / SCALE
+        self._unit_bytes = (max(slots.keep_all_bytes, default=0) or 1) / SCALE
+        self._clock = [0.0, *itertools.accumulate(seconds / self._unit_s for seconds in problem.node_s)]
+        """When every position is reached without transfers."""
+        self._slack = (max_slowdown + TOLERANCE) * self._clock[-1]
+        self._head_start = self._find_staging_head_start()
+
+        self._peak = self._add_variable(self.floor_bytes / self._unit_bytes, SCALE)
+        self._away = [self._add_away(movable) for movable in problem.movables]
+        self._add_memory()
+        self._before, self._after = self._add_stream()
+        self._add_writes()
+        self._add_reads()
+
+    @property
+    def slot_count(self) -> int:
+        return len(self._slots.release_at) + len({p for away in self._away for p in away.reload_at})
+
+    # -- what is asked -------------------------------------------------------------------------------------------------
+
+    def solve(self, *, time_limit_s: float, relative_gap: float) -> _Found:
+        result = self._run(
+            self._peak,
+            self._lower,
+            self._upper,
+            self._is_integer,
+            {"time_limit": time_limit_s, "mip_rel_gap": relative_gap},
+        )
+        bound = result.mip_dual_bound
+        if bound is None or not math.isfinite(bound):
+            bound = 0.0
+        values = None if result.x is None else [float(value) for value in result.x]
+        return _Found(values, bound * self._unit_bytes)
+
+    def placements(self, values: Sequence[float]) -> Placements:
+        """What the 0-1 variables say."""
+        placements: dict[int, Placement] = {}
+        for away in self._away:
+            if values[away.moved] > 0.5:
+                release = sum(values[variable] < 0.5 for variable in away.released)
+                reload = sum(values[variable] > 0.5 for variable in away.still_away)
+                placements[away.movable.idx] = Placement(away.release_at[release], away.reload_at[reload])
+        return placements
+
+    def shortest_step_s(self, values: Sequence[float]) -> float:
+        """Time of the step with the 0-1 variables as they are, and no transfer later than necessary."""
+        lower, upper = list(self._lower), list(self._upper)
+        for variable, is_integer in enumerate(self._is_integer):
+            if is_integer:
+                lower[variable] = upper[variable] = round(values[variable])
+        end = self._before[len(self.problem.node_s)]
+        result = self._run(end, lower, upper, [False] * len(lower), {})
+        return float((values if result.x is None else result.x)[end]) * self._unit_s
+
+    def _run(
+        self,
+        minimised: int,
+        lower: Sequence[float],
+        upper: Sequence[float],
+        is_integer: Sequence[bool],
+        options: dict[str, float],
+    ) -> Any:
+        objective = np.zeros(len(lower))
+        objective[minimised] = 1.0
+        rows: Any = sparse.csr_array(
+            (self._coefficient, (self._row_of, self._column_of)), shape=(len(self._at_least), len(lower))
+        )
+        # The types of scipy say float where its documentation says array.
+        at_least: Any = np.array(self._at_least)
+        variable_bounds: Any = (np.array(lower), np.array(upper))
+        bounds = optimize.Bounds(*variable_bounds)
+        constraint = optimize.LinearConstraint(rows, at_least, np.inf)
+        return optimize.milp(
+            objective,
+            integrality=np.array(is_integer, dtype=int),
+            bounds=bounds,
+            constraints=constraint,
+            options=options,
+        )
+
+    # -- its parts -----------------------------------------------------------------------------------------------------
+
+    def _add_variable(self, lower: float, upper: float, *, is_integer: bool = False) -> int:
+        self._lower.append(lower)
+        self._upper.append(upper)
+        self._is_integer.append(is_integer)
+        return len(self._lower) - 1
+
+    def _add_row(self, terms: Iterable[Term], at_least: float = 0.0) -> None:
+        row = len(self._at_least)
+        for variable, coefficient in terms:
+            if variable is not None and coefficient:
+                self._row_of.append(row)
+                self._column_of.append(variable)
+                self._coefficient.append(coefficient)
+        self._at_least.append(at_least)
+
+    def _add_away(self, movable: Movable) -> _Away:
+        marker = self.problem.marker
+        release_at = tuple(p for p in self._slots.release_at if p >= movable.earliest_release)
+        reload_at = (*(p for p in self._slots.reload_at if p < movable.wait), movable.wait)
+        released = tuple(
+            self._add_variable(0.0, float(self._can_have_left(movable, p)), is_integer=True) for p in release_at
+        )
+        still_away = tuple(self._add_variable(0.0, 1.0, is_integer=True) for _ in reload_at[:-1])
+        for earlier, later in itertools.pairwise(released):
+            self._add_row([(later, 1.0), (earlier, -1.0)])
+        for earlier, later in itertools.pairwise([released[-1], *still_away]):
+            self._add_row([(earlier, 1.0), (later, -1.0)])
+        assert release_at[-1] == marker
+        return _Away(movable, release_at, released, reload_at, still_away)
+
+    def _can_have_left(self, movable: Movable, position: int) -> bool:
+        """Whether the storage can be gone by ``position`` if it is the only one that moves."""
+        least = max(self._blocks_out(movable) + self._copy_out(movable), self._write(movable) - self._head_start)
+        return least <= self._clock[position] - self._clock[movable.complete] + self._slack
+
+    def _add_memory(self) -> None:
+        """The peak is at least the live bytes."""
+        for position in self._slots.memory_at:
+            terms: list[Term] = [(self._peak, 1.0)]
+            for away in self._away:
+                if away.movable.start <= position < away.movable.end:
+                    variable = away.at(position, self.problem.marker)
+                    terms.append((variable, away.movable.size_bytes / self._unit_bytes))
+            self._add_row(terms, self._slots.keep_all_bytes[position] / self._unit_bytes)
+
+    def _add_stream(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Two times per position: in forward before and after the offloads, in backward before and after the waits.
+
+        Stalls of releases come before the former, or, where release and offload stand at one position, before the
+        latter. Reloads that are not waited for at once take their time behind the latter.
+        """
+        marker, num_positions = self.problem.marker, len(self.problem.node_s)
+        completes = {away.movable.complete for away in self._away}
+        waits = {away.movable.wait for away in self._away}
+        reloads = {p for p in self._slots.reload_at if p < max(waits, default=0)}
+        positions = sorted({0, num_positions, *completes, *self._slots.release_at, *reloads, *waits})
+        before: dict[int, int] = {}
+        after: dict[int, int] = {}
+        for position in positions:
+            start = self._clock[position]
+            before[position] = after[position] = self._add_variable(start, start + self._slack)
+            if position in completes or position in waits:
+                after[position] = self._add_variable(start, start + self._slack)
+        for position, following in itertools.pairwise(positions):
+            inside: list[Term] = []
+            behind: list[Term] = []
+            for away in self._away:
+                blocks_in = self._blocks_in(away.movable)
+                if away.movable.complete == position:
+                    inside.append((away.moved, -self._blocks_out(away.movable)))
+                elif away.movable.wait == position:
+                    inside.append((away.at(position - 1, marker), -blocks_in))
+                elif marker < position < away.movable.wait and position in away.reload_at:
+                    behind += [(away.at(position - 1, marker), -blocks_in), (away.at(position, marker), blocks_in)]
+            if after[position] != before[position]:
+                self._add_row([(after[position], 1.0), (before[position], -1.0), *inside])
+            terms: list[Term] = [(before[following], 1.0), (after[position], -1.0), *behind]
+            self._add_row(terms, self._clock[following] - self._clock[position])
+        return before, after
+
+    def _add_writes(self) -> None:
+        """A release stands behind the time at which its storage has left."""
+        marker = self.problem.marker
+        latest = self._clock[marker] + self._slack
+        staging_is_scarce = sum(self._write(away.movable) for away in self._away) > self._head_start
+        left_before: int | None = None
+        written_before: int | None = None
+        for idx, away in enumerate(self._away):
+            movable, moved = away.movable, away.moved
+            # Behind the offloads that stand at the same position in front of it.
+            begins: list[Term] = [(self._before[movable.complete], -1.0)]
+            for other in self._away[:idx]:
+                if other.movable.complete == movable.complete:
+                    begins.append((other.moved, -self._blocks_out(other.movable)))
+            left = self._add_variable(0.0, latest)
+            copy_out = self._copy_out(movable)
+            self._add_row([(left, 1.0), *begins, (moved, -self._blocks_out(movable) - copy_out)])
+            if left_before is not None:
+                self._add_row([(left, 1.0), (left_before, -1.0), (moved, -copy_out)])
+            left_before = left
+            if staging_is_scarce:
+                written = self._add_variable(0.0, latest + self._head_start)
+                self._add_row([(written, 1.0), *begins, (moved, -self._write(movable))])
+                if written_before is not None:
+                    self._add_row([(written, 1.0), (written_before, -1.0), (moved, -self._write(movable))])
+                self._add_row([(left, 1.0), (written, -1.0)], -self._head_start)
+                written_before = written
+            for position, released in zip(away.release_at, away.released, strict=True):
+                stream = self._after if position == movable.complete else self._before
+                latest_start = latest - self._clock[position]
+                self._add_row([(stream[position], 1.0), (left, -1.0), (released, -latest_start)], -latest_start)
+        # The same in bytes: implied by the rows above for whole storages, and much stronger for parts of them.
+        for position in self._slots.release_at:
+            for first, away in enumerate(self._away):
+                if away.movable.complete > position:
+                    break
+                time: list[Term] = [(self._after[position], 1.0), (self._before[away.movable.complete], -1.0)]
+                gone = [(other.at(position, marker), other.movable) for other in self._away[first:]]
+                passes = self._clock[position] - self._clock[away.movable.complete]
+                for duration, extra in ((self._write, self._head_start), (self._copy_out, 0.0)):
+                    terms: list[Term] = [(variable, -duration(movable)) for variable, movable in gone if variable]
+                    if -sum(coefficient for _, coefficient in terms) > passes + extra:
+                        self._add_row([*time, *terms], -extra)
+
+    def _add_reads(self) -> None:
+        """A wait stands behind every read that goes before it: those not begun at p, and waited for until q."""
+        marker = self.problem.marker
+        by_wait = sorted(self._away, key=lambda away: away.movable.wait)
+        forwarded_until = {away.movable.idx: self._may_be_forwarded_until(away.movable) for away in by_wait}
+        waits = sorted({away.movable.wait for away in by_wait})
+        starts = [(p, self._after[p], p + 1) for p in self._slots.reload_at if p in self._after]
+        starts += [(p, self._before[p], p) for p in waits]
+        for position, start, first_wait in starts:
+            terms: list[Term] = []
+            for wait in waits:
+                if wait < first_wait:
+                    continue
+                for away in by_wait:
+                    if away.movable.wait == wait:
+                        unread = away.at(max(position - 1, forwarded_until[away.movable.idx]), marker)
+                        if unread is not None:
+                            terms.append((unread, -self._read(away.movable)))
+                if -sum(coefficient for _, coefficient in terms) > self._clock[wait] - self._clock[position]:
+                    self._add_row([(self._after[wait], 1.0), (start, -1.0), *terms])
+
+    def _may_be_forwarded_until(self, movable: Movable) -> int:
+        """The last position where the storage can still be in staging; the marker if there is none."""
+        marker = self.problem.marker
+        unwritten, latest = 0.0, 0.0
+        for other in reversed(self.problem.movables):
+            if (other.complete, other.idx) <= (movable.complete, movable.idx):
+                unwritten += self._write(other)
+                latest = max(latest, unwritten - (self._clock[marker] - self._clock[other.complete]))
+        latest = min(latest, self._head_start) / self.problem.hardware.share_when_both * (1 + 1e-9)
+        return max(marker, bisect.bisect_left(self._clock, self._clock[marker] + latest) - 1)
+
+    # -- durations -----------------------------------------------------------------------------------------------------
+
+    def _write(self, movable: Movable) -> float:
+        return self._units(self.problem.hardware.write.transfer_s(movable.size_bytes))
+
+    def _read(self, movable: Movable) -> float:
+        return self._units(self.problem.hardware.read.transfer_s(movable.size_bytes))
+
+    def _copy_out(self, movable: Movable) -> float:
+        """Of the copy that runs beside compute."""
+        hardware = self.problem.hardware
+        if hardware.copies_block_compute:
+            return 0.0
+        return self._units(hardware.copy_out.transfer_s(movable.size_bytes))
+
+    def _blocks_out(self, movable: Movable) -> float:
+        return self._units(self.problem.blocks_out_s(movable.size_bytes))
+
+    def _blocks_in(self, movable: Movable) -> float:
+        return self._units(self.problem.blocks_in_s(movable.size_bytes))
+
+    def _units(self, duration_s: float) -> float:
+        """What can never fit into the step takes just too long: huge coefficients would blind the solver."""
+        return min(duration_s / self._unit_s, 2 * (self._clock[-1] + self._slack) + self._head_start)
+
+    def _find_staging_head_start(self) -> float:
+        """How long before the end of its write a storage may have left: the work for all that staging can hold."""
+        hardware = self.problem.hardware
+        sums = itertools.accumulate(sorted(movable.size_bytes for movable in self.problem.movables))
+        most_storages = sum(size_bytes <= hardware.staging_bytes for size_bytes in sums)
+        work_s = hardware.staging_bytes / hardware.write.bytes_per_s + most_storages * hardware.write.latency_s
+        return work_s / self._unit_s

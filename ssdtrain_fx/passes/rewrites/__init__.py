@@ -1,0 +1,1 @@
+"""Graph changes, one per file, and the verifier that checks the rewritten graph."""

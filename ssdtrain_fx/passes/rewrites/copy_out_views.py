@@ -1,0 +1,169 @@
+"""Save a copy of a small view, where the view alone would hold a large storage until backward.
+
+    before   h = addmm(...)               # f32[8, 197, 384]  2.3 MiB
+             token = select(h, 1, 0)      # f32[8, 384], a view: saved for backward, and h with it
+             backward_starts()
+             gw = mm(gy, token)
+
+    after    h = addmm(...)
+             token1 = clone(select(h, 1, 0))   # 12 KiB
+             token = select(h, 1, 0)      # h dies behind its last read in forward
+             backward_starts()
+             gw = mm(gy, token1)
+
+The copy stands right behind the storage, which is complete there because nobody writes it. Behind the view it could be
+too late: views that only backward reads stand at the end of forward.
+
+The copy keeps the order of the view's strides, so whatever views the view also views the copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from ssdtrain_fx import _torch_private
+from ssdtrain_fx.passes.analysis.candidates import Candidate, view_path
+from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_written_storages, storages_of
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.rewrites.insert_recomputations import copy_nodes, erase_unread, fake_result, find_saved
+
+MIN_PARTS = 4
+MIN_SAVED_BYTES = 1 << 16
+"""A guess: below that, a kernel more is not worth it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Copy:
+    """One saved view to be copied, and the saved views that can be taken from the copy."""
+
+    path: Sequence[fx.Node]
+    """The views from the first tensor of the storage to the one that is copied, which is the last."""
+    taken: Mapping[fx.Node, Sequence[fx.Node]]
+    """The views that lead from the copied one to every other saved one."""
+
+
+def copy_out_views(
+    joint: ScheduledJointGraph,
+    alias_sets: AliasSets,
+    candidates: Sequence[Candidate],
+    *,
+    min_parts: int = MIN_PARTS,
+    min_saved_bytes: int = MIN_SAVED_BYTES,
+) -> ScheduledJointGraph:
+    """Rewrite ``joint.gm`` in place, and return it with what is saved now. Where no copy pays, nothing changes.
+
+    Args:
+        min_parts: copy when all saved views of a storage together are at most this part of it: 4 means a quarter.
+        min_saved_bytes: and when at least this much is freed.
+    """
+    held = storages_of((*joint.forward_outputs, *joint.gradients), alias_sets)
+    held |= find_written_storages(joint.graph, alias_sets)
+    positions = joint.positions()
+    chosen: list[tuple[Candidate, list[_Copy]]] = []
+    for candidate in candidates:
+        if candidate.storage.is_input or candidate.storage.idx in held:
+            continue
+        copies = _find_copies(candidate, alias_sets, positions)
+        if copies and _pays(candidate, copies, min_parts, min_saved_bytes):
+            chosen.append((candidate, copies))
+    if not chosen:
+        return joint
+    marker = positions[joint.marker]
+    in_backward = {node for node, position in positions.items() if position > marker}
+    for candidate, copies in chosen:
+        for copy in copies:
+            _insert(joint.graph, candidate, copy, alias_sets, in_backward)
+        _update_views_in_backward(candidate, alias_sets, in_backward)
+        erase_unread(node for node in candidate.storage.holders if node not in in_backward)
+    joint.gm.recompile()
+    return dataclasses.replace(joint, saved=find_saved(joint))
+
+
+def _find_copies(candidate: Candidate, alias_sets: AliasSets, positions: Mapping[fx.Node, int]) -> list[_Copy] | None:
+    """One for each saved view that cannot be taken from another saved view; None when a view cannot be copied."""
+    storage = candidate.storage
+    first = storage.members[0]
+    if any("as_strided" in str(node.target) for node in storage.holders):
+        return None  # it means places in the storage, and a copy has others
+    copies: list[_Copy] = []
+    taken: set[fx.Node] = set()
+    for node in candidate.saved_nodes:  # a view comes after what it views: in graph order roots come first
+        path = view_path(node, first, storage, alias_sets)
+        if node in taken:
+            continue
+        if path is None or not _has_no_overlap(node) or type(node.meta["val"]) is not _torch_private.FakeTensor:
+            return None
+        symbols = {source for view in path for source in view.all_input_nodes if source not in storage.holders}
+        if any(positions[symbol] > positions[first] for symbol in symbols):
+            return None
+        others = {
+            other: way
+            for other in candidate.saved_nodes
+            if other is not node
+            and other not in taken
+            and (way := view_path(other, node, storage, alias_sets)) is not None
+        }
+        taken |= {*others, node}
+        copies.append(_Copy(path=[first, *path], taken=others))
+    return copies
+
+
+def _has_no_overlap(node: fx.Node) -> bool:
+    """An expanded view is smaller than its copy. Sizes that depend on data may overlap."""
+    value: torch.Tensor = node.meta["val"]
+    try:
+        return all(map(_torch_private.size_hint, value.stride()))
+    except ValueError:
+        return False
+
+
+def _pays(candidate: Candidate, copies: Sequence[_Copy], min_parts: int, min_saved_bytes: int) -> bool:
+    try:
+        size_bytes = candidate.storage.hint_bytes
+        copied_bytes = sum(_size_bytes(copy.path[-1]) for copy in copies)
+    except ValueError:  # a size depends on data
+        return False
+    return min_parts * copied_bytes <= size_bytes and size_bytes - copied_bytes >= min_saved_bytes
+
+
+def _size_bytes(node: fx.Node) -> int:
+    value: torch.Tensor = node.meta["val"]
+    return _torch_private.size_hint(value.numel()) * value.element_size()
+
+
+def _insert(
+    graph: fx.Graph, candidate: Candidate, copy: _Copy, alias_sets: AliasSets, in_backward: set[fx.Node]
+) -> None:
+    first, *views = copy.path
+    view = copy.path[-1]
+    with graph.inserting_before(first.next):
+        replayed = copy_nodes(graph, views, alias_sets)
+        source = replayed.get(view, view)
+        clone = graph.call_function(torch.ops.aten.clone.default, (source,))
+    clone.meta = {name: view.meta[name] for name in ("stack_trace", "nn_module_stack") if name in view.meta}
+    clone.meta["val"] = fake_result(clone)
+    replicas = {view: clone}
+    saved = [view, *copy.taken]
+    readers = {user for node in saved for user in node.users if user in in_backward}
+    with graph.inserting_before(next(node for node in graph.nodes if node in readers)):
+        for path in copy.taken.values():
+            for step in path:
+                if step not in replicas:
+                    replica = graph.node_copy(step, lambda node: replicas.get(node, node))
+                    replica.meta = {**step.meta}
+                    replica.meta["val"] = fake_result(replica)
+                    replicas[step] = replica
+    for node in saved:
+        for user in readers.intersection(node.users):
+            user.replace_input_with(node, replicas[node])
+
+
+def _update_views_in_backward(candidate: Candidate, alias_sets: AliasSets, in_backward: set[fx.Node]) -> None:
+    """What backward views lies on the copy now, in other strides."""
+    for node in candidate.storage.holders:
+        if node in in_backward:
+            node.meta["val"] = fake_result(node)

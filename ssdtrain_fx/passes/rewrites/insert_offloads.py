@@ -1,0 +1,261 @@
+"""Insert the four nodes of every offloaded storage at the positions that the plan names.
+
+    before   a = gelu(h)                                 # f32[8, 512, 1536]  24 MiB  saved for backward
+             y = mm(a, w)
+             backward_starts()
+             gw = mm(gy, a)
+
+    after    a = gelu(h)
+             t = offload(a)                              # starts to leave
+             y = mm(a, w)
+             t1 = release(t, a)                          # a is alive until here, and free from here on
+             backward_starts()
+             r = reload(t1, [8, 512, 1536], ...)         # allocated here, starts to come back
+             a1 = wait(r, [8, 512, 1536], ...)           # the data is there
+             gw = mm(gy, a1)
+
+Saved views of one storage are rebuilt behind the wait by running their view ops again on the reloaded tensor.
+
+Every read of ``a1`` is a read of what ``wait`` returned: order is data flow. (A ``wait`` that only wrote into its
+argument would leave the order to the compiler's bookkeeping of mutations, and Inductor 2.13 loses that when it aligns
+the loops of fused CPU kernels: the fused kernel then runs before the wait, and gradients are wrong without an error.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import Argument, map_arg
+
+from ssdtrain_fx._torch_private import FakeTensor, FakeTensorMode, OpOverload
+from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.passes.analysis.candidates import Candidate, view_path
+from ssdtrain_fx.passes.graph.alias_sets import AliasSets
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
+from ssdtrain_fx.passes.planning.plan import Offload, Plan
+from ssdtrain_fx.passes.planning.transfer_problem import Step
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Chain:
+    """The nodes of one storage that exist so far."""
+
+    candidate: Candidate
+    source: fx.Node
+    decision: Offload
+    reload_order: int | None = None
+    size: Sequence[int | fx.Node] = ()
+    stride: Sequence[int | fx.Node] = ()
+    token: fx.Node | None = None
+    ticket: fx.Node | None = None
+
+
+def insert_offloads(
+    joint: ScheduledJointGraph,
+    alias_sets: AliasSets,
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    *,
+    engine: str,
+    link: str = "",
+    order_reloads: bool = False,
+) -> ScheduledJointGraph:
+    """Rewrite ``joint`` in place so that it executes ``plan``. A plan that keeps everything changes nothing.
+
+    Args:
+        candidates: those that the plan was made from.
+        engine: what the ops are told about the engine (``EngineConfig.to_argument()``).
+        link: names the graph where it is one of a chain. Then a release at the end of forward does not wait.
+        order_reloads: tell each offload the turn of its reload in backward, from 0 on: for devices whose engine reads
+            ahead into staging.
+
+    Raises:
+        InternalError: the plan does not belong to this graph.
+    """
+    sources = {
+        candidate.representative.name: candidate for candidate in candidates if candidate.representative is not None
+    }
+    decisions: dict[str, Offload] = {}
+    for storage in plan.storages:
+        if isinstance(storage.decision, Offload):
+            if storage.name not in sources or storage.decision.representative != storage.name:
+                moved = storage.decision.representative
+                raise InternalError(f"the plan moves {moved!r} for {storage.name!r}; the graph does not save that.")
+            decisions[storage.name] = storage.decision
+    positions = joint.positions()
+    nodes = list(joint.graph.nodes)
+    steps: list[tuple[int, Step, _Chain]] = []
+    for name, candidate in sources.items():
+        decision = decisions.get(name)
+        if decision is None:
+            continue
+        assert candidate.representative is not None
+        chain = _Chain(candidate, candidate.representative, decision)
+        release = Step.RELEASE_AT_ONCE if decision.release == decision.offload else Step.RELEASE
+        reload = Step.RELOAD_AT_ONCE if decision.reload == decision.wait else Step.RELOAD
+        steps += [
+            (decision.offload, Step.OFFLOAD, chain),
+            (decision.release, release, chain),
+            (decision.reload, reload, chain),
+            (decision.wait, Step.WAIT, chain),
+        ]
+    symbols = {
+        _expression(node.meta["val"]): node
+        for node in joint.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("val"), torch.SymInt)
+    }
+    steps.sort(key=lambda item: item[:2])
+    if order_reloads:
+        reloaded = [chain for _, step, chain in steps if step in (Step.RELOAD_AT_ONCE, Step.RELOAD)]
+        for order, chain in enumerate(reloaded):
+            chain.reload_order = order
+    first = next((chain for _, step, chain in steps if step is Step.OFFLOAD), None)
+    for position, step, chain in steps:
+        with joint.graph.inserting_before(nodes[position]):
+            if step is Step.OFFLOAD:
+                _insert_offload(joint.graph, chain, symbols, engine, link, is_first=chain is first)
+            elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
+                # What comes from outside may be written to out there once forward is over: it has to leave before.
+                own = not chain.candidate.storage.is_input
+                late = own and bool(link) and nodes[position] is joint.marker
+                _insert_release(joint.graph, chain, late=late, own=own)
+            elif step is Step.WAIT:
+                replicas = _insert_wait(joint.graph, chain, alias_sets)
+                _redirect_backward_reads(replicas, positions, positions[joint.marker])
+            else:
+                _insert_reload(joint.graph, chain)
+    joint.gm.recompile()
+    return joint
+
+
+def _insert_offload(
+    graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.Node], engine: str, link: str, *, is_first: bool
+) -> None:
+    source = chain.source
+    value = _value(source)
+
+    def as_arguments(numbers: Sequence[int | torch.SymInt], read: OpOverload) -> list[int | fx.Node]:
+        """Backward gets symbols from forward: the symbol itself, or what forward reads off the tensor."""
+        arguments: list[int | fx.Node] = []
+        for dim, number in enumerate(numbers):
+            if isinstance(number, int):
+                arguments.append(number)
+                continue
+            symbol = symbols.get(_expression(number))
+            if symbol is None:
+                symbol = graph.call_function(read, (source, dim))
+                symbol.meta["val"] = number
+            arguments.append(symbol)
+        return arguments
+
+    chain.size = as_arguments(value.shape, torch.ops.aten.sym_size.int)
+    chain.stride = as_arguments(value.stride(), torch.ops.aten.sym_stride.int)
+    # The compiler that picks the layout of the source fills in its strides.
+    arguments: tuple[Argument, ...] = (source, [], source.name, engine, chain.decision.out_s, chain.decision.back_s)
+    if link:
+        arguments += (link, chain.candidate.storage.is_input)
+    # By name: they are what a reader of the graph looks for, and few offloads have them.
+    keywords: dict[str, Argument] = {"host": True} if chain.decision.tier == "host" else {}
+    if chain.reload_order is not None:
+        keywords["reload_order"] = chain.reload_order
+    if is_first:
+        keywords["first"] = True
+    if chain.decision.stall_s:
+        keywords["stall_s"] = chain.decision.stall_s
+    chain.token = graph.call_function(OFFLOAD, arguments, keywords)
+    _annotate(chain.token, source, _fake_token(value))
+
+
+def _expression(symbol: Any) -> object:
+    """What two symbols of the same size have in common."""
+    return symbol.node.expr
+
+
+def _insert_release(graph: fx.Graph, chain: _Chain, *, late: bool, own: bool) -> None:
+    arguments: tuple[Argument, ...] = (chain.token, chain.source)
+    keywords: dict[str, Argument] = {"own": True} if own else {}
+    token = graph.call_function(RELEASE, (*arguments, True) if late else arguments, keywords)
+    _annotate(token, chain.source, _fake_token(_value(chain.source)))
+    chain.token = token
+
+
+def _insert_reload(graph: fx.Graph, chain: _Chain) -> None:
+    room = chain.decision.idle_bytes
+    # Only for CPU tensors does the engine keep memory.
+    keywords: dict[str, Argument] = {}
+    if room is not None and _value(chain.source).device.type == "cpu":
+        keywords["idle_bytes"] = room
+    chain.ticket = graph.call_function(RELOAD, (chain.token, *_layout_arguments(chain)), keywords)
+    _annotate(chain.ticket, chain.source, _fake_token(_value(chain.source)))
+
+
+def _insert_wait(graph: fx.Graph, chain: _Chain, alias_sets: AliasSets) -> dict[fx.Node, fx.Node]:
+    """Returns what stands for every saved tensor from here on."""
+    value = _value(chain.source)
+    reloaded = graph.call_function(WAIT, (chain.ticket, *_layout_arguments(chain)))
+    with _fake_mode(value):
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    _annotate(reloaded, chain.source, fake)
+    replicas = {chain.source: reloaded}
+    for saved in chain.candidate.saved_nodes:
+        path = view_path(saved, chain.source, chain.candidate.storage, alias_sets)
+        assert path is not None
+        for view in path:
+            if view not in replicas:
+                replica = graph.node_copy(view, lambda node: replicas.get(node, node))
+                replica.meta = dict(view.meta)
+                replica.meta["val"] = _run_fake(replica, _fake_mode(value))
+                replicas[view] = replica
+    return replicas
+
+
+def _layout_arguments(chain: _Chain) -> tuple[Argument, ...]:
+    value = _value(chain.source)
+    return (list(chain.size), list(chain.stride), value.dtype, value.device)
+
+
+def _redirect_backward_reads(replicas: dict[fx.Node, fx.Node], positions: Mapping[fx.Node, int], marker: int) -> None:
+    """Let backward read the replicas, and drop forward's views that nobody else reads: they would count as reads."""
+    for original, replica in reversed(replicas.items()):
+        for user in list(original.users):
+            if positions.get(user, -1) > marker:
+                user.replace_input_with(original, replica)
+        if not original.users:
+            original.graph.erase_node(original)
+
+
+def _run_fake(node: fx.Node, fake_mode: FakeTensorMode) -> object:
+    """The value of a view of a reloaded tensor: it shares the storage of that tensor, not of the original."""
+
+    def value_of(source: fx.Node) -> Argument:
+        return source.meta["val"]
+
+    assert callable(node.target)
+    with fake_mode:
+        return node.target(*map_arg(node.args, value_of), **map_arg(node.kwargs, value_of))
+
+
+def _annotate(node: fx.Node, source: fx.Node, value: object) -> None:
+    """Give a new node its value, and the origin of the tensor that it moves, so that dumps stay readable."""
+    for name in ("stack_trace", "nn_module_stack"):
+        if name in source.meta:
+            node.meta[name] = source.meta[name]
+    node.meta["val"] = value
+
+
+def _value(node: fx.Node) -> FakeTensor:
+    return node.meta["val"]
+
+
+def _fake_mode(value: FakeTensor) -> FakeTensorMode:
+    return value.fake_mode
+
+
+def _fake_token(value: FakeTensor) -> torch.Tensor:
+    with _fake_mode(value):
+        return torch.empty((1,), dtype=torch.int64)

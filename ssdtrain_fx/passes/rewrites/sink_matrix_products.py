@@ -1,0 +1,67 @@
+"""Move matrix products to where Inductor will run them: at the sum that it makes them a part of.
+
+    before   g1 = mm(a, b)                # the gradient of tied weights: one part from the head ...
+             ...                          # the whole of backward
+             g = add(g1, g2)              # ... the other one from the embedding
+
+    after    ...                          # a and b live on
+             g1 = mm(a, b)
+             g = add(g1, g2)              # Inductor: addmm(g2, a, b)
+
+Nothing is computed differently. But positions are times to every pass that follows, so a graph in another order than
+the one that runs makes them promise what does not come true: here ``a`` may be the gradient of the logits.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ssdtrain_fx._torch_private import FakeTensor
+from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets, find_written_storages
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
+
+_PRODUCT, _SUM = "aten.mm.default", "aten.add.Tensor"
+
+
+def sink_matrix_products(joint: ScheduledJointGraph) -> None:
+    """Rewrite ``joint`` in place. The rule is that of Inductor's post-grad pass (read in torch 2.13)."""
+    found = [(product, node) for node in joint.graph.nodes if (product := _find_product(node)) is not None]
+    if not found:
+        return
+    positions = joint.positions()
+    marker = positions[joint.marker]
+    alias_sets = find_alias_sets(joint.graph)
+    written = find_written_storages(joint.graph, alias_sets)
+    for product, node in found:
+        same_half = (positions[product] < marker) == (positions[node] < marker)
+        read = {idx for source in product.all_input_nodes for idx in alias_sets.by_node[source]}
+        if same_half and written.isdisjoint(read):
+            node.prepend(product)
+    joint.gm.recompile()
+
+
+def _find_product(node: fx.Node) -> fx.Node | None:
+    """The product that becomes a part of this sum, if one does; the second argument's when both could."""
+    if str(node.target) != _SUM or node.kwargs:
+        return None
+    first, second = node.args
+    for product, other in ((second, first), (first, second)):
+        if not (isinstance(product, fx.Node) and isinstance(other, fx.Node)):
+            return None
+        if str(product.target) == _PRODUCT and len(product.users) == 1 and _fits(product, other):
+            return None if _stays_apart(node) else product
+    return None
+
+
+def _fits(product: fx.Node, other: fx.Node) -> bool:
+    """Can ``other`` be the bias of ``product``?"""
+    bias, result = other.meta["val"], product.meta["val"]
+    if not isinstance(bias, FakeTensor) or bias.dtype != result.dtype or bias.dim() > result.dim():
+        return False
+    pairs = zip(reversed(bias.shape), reversed(result.shape), strict=False)
+    return all(size in (1, wanted) for size, wanted in pairs)
+
+
+def _stays_apart(node: fx.Node) -> bool:
+    """On a GPU Inductor would rather fuse a sum with the pointwise ops that read it; gradients are read by none."""
+    return node.meta["val"].device.type != "cpu" and all(user.op != "output" for user in node.users)

@@ -1,0 +1,161 @@
+"""The verifier: every invariant of a rewritten joint graph, checked on the graph itself and not on the plan.
+
+- An offload moves a storage that the graph allocates, that no one holds outside and no op writes; once per storage.
+  An input is moved only as one that is held outside, and is never left to the engine (late, or its own).
+- Its token goes to exactly one release, in forward, with the very same tensor.
+- Nothing reads the storage after the release: not in forward, and in backward not at all.
+- At no position is more in the host tier, by the sizes of the storages, than it may hold. Where offloads say when they
+  are reloaded, all do, and it is true.
+- A reload stands in backward and takes a released token. Exactly one wait takes its ticket, and both ask for the shape,
+  strides, dtype and device that were offloaded.
+
+That every read comes after the wait needs no check: what is read is the value that the wait returns.
+
+A violation raises InternalError with the nodes around the offender.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.passes.graph.alias_sets import AliasSets, Storage, find_alias_sets, find_written_storages, storages_of
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
+from ssdtrain_fx.passes.planning.transfer_problem import HostTier
+
+
+def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None) -> None:
+    """Raises InternalError when the rewritten graph breaks an invariant (see the head of this file).
+
+    Args:
+        host: what the host tier may hold; None where there is none.
+    """
+    graph = joint.graph
+    graph.lint()
+    positions = joint.positions()
+    marker = positions[joint.marker]
+    alias_sets = find_alias_sets(graph)
+    held = storages_of((*joint.forward_outputs, *joint.gradients), alias_sets)
+    written = find_written_storages(graph, alias_sets)
+    seen: set[int] = set()
+    for offload in find(graph, OFFLOAD):
+        source = offload.args[0]
+        storage = _storage_of(source, alias_sets, offload)
+        if positions[offload] > marker:
+            _fail(offload, "an offload stands in backward")
+        if storage.is_input != (offload.args[7:] == (True,)) or storage.idx in held:
+            _fail(offload, "the offloaded storage is held outside the graph")
+        if storage.idx in written:
+            _fail(offload, "the offloaded storage is written in place")
+        if storage.idx in seen:
+            _fail(offload, "the storage is offloaded twice")
+        seen.add(storage.idx)
+        release = _only_user(offload, RELEASE)
+        if release.args[:2] != (offload, source) or positions[release] > marker:
+            _fail(release, "a release must stand in forward and take the offloaded tensor itself")
+        if storage.is_input and (release.args[2:] == (True,) or release.kwargs.get("own")):
+            _fail(release, "an input is left to the engine, although its owner may write to it")
+        for member in storage.members:
+            for user in member.users:
+                if positions[user] > positions[release]:
+                    _fail(user, f"reads {member} after {release}")
+        for user in release.users:
+            if user.target is not RELOAD:
+                _fail(user, "uses the token of an offload")
+        if not release.users:
+            _fail(release, "the storage is never reloaded")
+    for release in find(graph, RELEASE):
+        if not (isinstance(release.args[0], fx.Node) and release.args[0].target is OFFLOAD):
+            _fail(release, "a release without an offload")
+    for reload in find(graph, RELOAD):
+        _verify_reload(reload, positions, marker)
+    _verify_host_tier(joint, alias_sets, host)
+    _verify_reload_orders(graph)
+    _verify_first(graph)
+
+
+def _verify_reload(reload: fx.Node, positions: dict[fx.Node, int], marker: int) -> None:
+    token = reload.args[0]
+    if not (isinstance(token, fx.Node) and token.target is RELEASE):
+        _fail(reload, "a reload must take the token that a release returned")
+    if positions[reload] < marker:
+        _fail(reload, "a reload stands in forward")
+    wait = _only_user(reload, WAIT)
+    if wait.args[1:] != reload.args[1:]:
+        _fail(wait, f"waits for {wait.args[1:]}, but {reload.args[1:]} was asked for")
+    asked = map_arg(reload.args[1:], lambda argument: argument.meta["val"])
+    source = token.args[1]
+    assert isinstance(source, fx.Node)
+    was, now = source.meta["val"], wait.meta["val"]
+    if (was.shape, was.stride(), was.dtype, was.device) != (now.shape, now.stride(), now.dtype, now.device):
+        _fail(wait, f"reloads {_describe(now)}, but {_describe(was)} was offloaded")
+    if asked != (list(was.shape), list(was.stride()), was.dtype, was.device):
+        _fail(reload, f"asks for {asked}, but {_describe(was)} was offloaded")
+
+
+def _verify_host_tier(joint: ScheduledJointGraph, alias_sets: AliasSets, host: HostTier | None) -> None:
+    """Replays the graph: an offload takes room in the tier, the wait for it gives it back."""
+    held: dict[fx.Node, int] = {}
+    for node in joint.graph.nodes:
+        if node.target is OFFLOAD and node.kwargs.get("host"):
+            if host is None:
+                _fail(node, "an offload to the host tier, which this device does not have")
+            held[node] = host.held_bytes(_storage_of(node.args[0], alias_sets, node).hint_bytes)
+            if sum(held.values()) > host.budget_bytes:
+                _fail(node, f"the host tier would hold {sum(held.values())} bytes; its budget is {host.budget_bytes}")
+        elif node.target is WAIT:
+            held.pop(_offload_of(node.all_input_nodes[0]), None)
+
+
+def _verify_reload_orders(graph: fx.Graph) -> None:
+    """A storage that is reloaded twice counts by its first reload."""
+    offloads = list(dict.fromkeys(map(_offload_of, find(graph, RELOAD))))
+    said = [offload.kwargs.get("reload_order") for offload in offloads]
+    if any(order is not None for order in said) and said != list(range(len(offloads))):
+        wrong = next(offload for order, offload in enumerate(offloads) if offload.kwargs.get("reload_order") != order)
+        _fail(wrong, f"is reloaded as number {offloads.index(wrong)} of {len(offloads)}, counted from 0")
+
+
+def _verify_first(graph: fx.Graph) -> None:
+    offloads = find(graph, OFFLOAD)
+    for node in offloads[1:]:
+        if node.kwargs.get("first"):
+            _fail(node, f"is said to be the first offload, but {offloads[0].name} comes before it")
+
+
+def _offload_of(reload: fx.Node) -> fx.Node:
+    release = reload.all_input_nodes[0]
+    return release.all_input_nodes[0]
+
+
+def _storage_of(node: object, alias_sets: AliasSets, offender: fx.Node) -> Storage:
+    storage = alias_sets.of(node) if isinstance(node, fx.Node) else None
+    if storage is None:
+        _fail(offender, f"{node} is not a tensor with a storage")
+    return storage
+
+
+def _only_user(node: fx.Node, target: object) -> fx.Node:
+    users = list(node.users)
+    if len(users) != 1 or users[0].target is not target:
+        _fail(node, f"expected one user, a {target}; found {users}")
+    return users[0]
+
+
+def _describe(value: torch.Tensor) -> str:
+    return f"{value.dtype} {tuple(value.shape)} with strides {tuple(value.stride())} on {value.device}"
+
+
+def _fail(offender: fx.Node, message: str) -> NoReturn:
+    nodes = list(offender.graph.nodes)
+    at = nodes.index(offender)
+    around = [
+        f"{'->' if idx == at else '  '} {idx:5d}  {nodes[idx].format_node()}"
+        for idx in range(max(0, at - 5), min(len(nodes), at + 6))
+    ]
+    raise InternalError(f"{offender.name}: {message}.\n" + "\n".join(around))

@@ -1,0 +1,484 @@
+"""A lane for CPU tensors without threads: the ops drive it, and the kernel moves the data (native AIO).
+
+Why: see :mod:`ssdtrain_fx.runtime.lanes.aio`. The disk writes straight from the tensor and reads straight into the one that
+``reload`` returns. Direct I/O moves whole pages; tensors start and end anywhere. So the bytes in front of the first
+page and behind the last one stay in memory, and the tensor that comes back lies on its pages as the one that left::
+
+    page        |         |         |         |         |
+    tensor            [===|=========|=========|====]
+                       kept   to the file      kept
+
+::
+
+    offload   source --io_submit--> file                                 while the kernel takes requests
+              source ---copy---> staging buffer --io_submit--> file      small tensors, while there are buffers
+    any op    goes on with what is queued, reads first; takes note of what is over where it matters to somebody
+    release   goes on until every byte of the tensor has been written, or copied
+    reload    file --io_submit--> y
+    wait      goes on until every read into y is over
+
+Guarantees:
+
+* A tensor that is being written, a staging buffer, a target and the file are held until the kernel is done with them,
+  whatever the user drops. Requests are recorded before they are submitted, so that an exception cannot lose one.
+* One thread at a time takes answers from the kernel, and may block for them without the ledger's lock; the others wait
+  for it. Were there two, then 1. A blocks for an answer, 2. B takes the answer A is blocked for, 3. A blocks for ever.
+* Who blocks has first seen to it that nothing can be begun; and if nothing is under way, it is told so instead.
+* A failed write loses nothing: the tensor is released, and a buffer goes back to the pool, only after the bytes are in
+  ordinary memory.
+* The targets of reads own all pages that they touch. Nobody writes to these pages in the parent
+  before the read is over, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.memory.staging`).
+* An unexpected exception within the bookkeeping stops the engine with an error; nobody waits for ever.
+
+What completes between two ops is noticed by the next one that waits for something, or that needs room: nobody needs to
+know before, and where :mod:`ssdtrain_fx.runtime.lanes.aio` cannot look into memory for it, to ask takes a call of the kernel.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import errno
+import itertools
+import math
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx.runtime.book.ledger import Chunk, ChunkState, Entry, Fill, Ledger
+from ssdtrain_fx.runtime.book.traffic import Direction, Transfer
+from ssdtrain_fx.runtime.lanes.aio import READ, WRITE, Aio
+from ssdtrain_fx.runtime.lanes.lane import BLOCK_S, Lane, checksum_error, checksum_of
+from ssdtrain_fx.runtime.memory.huge_pages import HugePages
+from ssdtrain_fx.runtime.memory.movers import CpuMover, Region, keep_bytes
+from ssdtrain_fx.runtime.memory.staging import StagingBuffer, StagingPool
+from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
+from ssdtrain_fx.runtime.policy.patience import Patience
+from ssdtrain_fx.runtime.storage.slots import ALIGNMENT_BYTES, round_up
+from ssdtrain_fx.runtime.storage.spill_file import bytes_done
+
+DIRECT_CHUNK_BYTES = 16 << 20
+"""Every chunk costs the computing thread some Python, which runs with cold caches there: 20 of the 126 ms that the ops
+took of a BERT step went when chunks of 4 MiB became larger than the tensors (2 cores, 2026-11-21)."""
+BUSY_BYTES = 4 << 20
+"""A request of that size keeps the disk busy alone. A guess."""
+
+FROM_SOURCE_BYTES = 256 << 10
+"""From this size on tensors are written from where they are. Pinning their pages takes less time than a copy; smaller
+tensors save little, and their edges weigh more. A guess, not measured."""
+
+
+class _Transfer:
+    """The pages of one chunk between memory, from ``address`` on, and the file. ``fill`` is set for reads, ``buffer``
+    for writes from staging."""
+
+    done = 0
+    began_ns = 0
+    timed: Transfer | None = None
+    """While the kernel has it."""
+
+    def __init__(self, chunk: Chunk, address: int, fill: Fill | None, buffer: StagingBuffer | None) -> None:
+        slot = chunk.entry.slot
+        assert slot is not None
+        self.chunk = chunk
+        self.fill = fill
+        self.buffer = buffer
+        self.opcode = WRITE if fill is None else READ
+        start, length = chunk.pages
+        self.address = address + len(chunk.leading)
+        self.offset = slot.offset_bytes + start
+        self.total = round_up(length)
+
+
+class AioLane(Lane):
+    """All methods but :meth:`close` and :meth:`allocate` need the ledger's lock."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        aio: Aio,
+        pool: StagingPool,
+        tensor_memory: TensorMemory,
+        *,
+        checksum: bool,
+        from_source_bytes: int = FROM_SOURCE_BYTES,
+        direct_chunk_bytes: int = DIRECT_CHUNK_BYTES,
+    ) -> None:
+        self._aio = aio
+        self._abandoned = False
+        super().__init__(ledger, CpuMover(), pool, checksum=checksum)
+        self.io_path += ", native AIO"
+        self.direct_chunk_bytes = direct_chunk_bytes
+        self.planned_staging_bytes = 0
+        self._from_source_bytes = max(from_source_bytes, 2 * ALIGNMENT_BYTES)  # there is a whole page in it
+        self._reads: collections.deque[_Transfer] = collections.deque()
+        self._copies: collections.deque[Chunk] = collections.deque()
+        self._writes: collections.deque[_Transfer] = collections.deque()
+        self._in_flight: dict[int, _Transfer] = {}
+        self._cookies = itertools.count(1)
+        self._tensor_memory = tensor_memory
+        self._huge_pages = HugePages()
+        self._reaping = False
+        self._closing = False
+
+    def __del__(self) -> None:
+        """The kernel must be done before the buffers and targets go, also where nobody called :meth:`close`."""
+        if not self._abandoned:
+            self._aio.close()
+
+    # -- called by the engine ------------------------------------------------------------------------------------------
+
+    @property
+    def idle_bytes(self) -> int:
+        return self._tensor_memory.idle_bytes
+
+    def release_idle(self) -> None:
+        self._tensor_memory.release_idle()
+
+    def writes_from_source(self, entry: Entry) -> bool:
+        return entry.byte_count >= self._from_source_bytes
+
+    def enlist_copies(self, entry: Entry) -> None:
+        try:
+            if self._has_backlog or not (entry.from_source or self.pool.available):
+                self._reap()
+            if entry.from_source:
+                assert entry.source is not None
+                self._huge_pages.put_under(entry.source.address, entry.byte_count)
+                self._set_edges_aside(entry, entry.source)
+            if entry.from_source and not (self._reads or self._writes or self._copies):
+                for chunk in entry.chunks:
+                    self._start_or_queue(self._write_from_source(chunk), self._writes)
+            else:
+                self._copies.extend(entry.chunks)
+                self._begin()
+        except BaseException as failure:
+            self._stop(failure)
+            raise
+
+    def enlist_reads(self, fill: Fill) -> None:
+        self._begin_fill(fill)
+        try:
+            if self._huge_pages.has_grant:
+                self._huge_pages.put_under_heap()
+            if self._has_backlog or fill.entry.busy > len(fill.entry.chunks):  # perhaps its write is over by now
+                self._reap()
+            for chunk in fill.entry.chunks:
+                self._read(fill, chunk)
+            if self._writes or self._copies:
+                self._begin()
+        except BaseException as failure:
+            self._stop(failure)
+            raise
+
+    def hurry(self, fill: Fill) -> None:
+        self._reads = collections.deque(sorted(self._reads, key=lambda read: read.fill is not fill))
+
+    def make_progress(self) -> None:
+        if self._closing:
+            return
+        try:
+            self._reap()
+            self._begin()
+        except BaseException as failure:
+            self._stop(failure)
+            raise
+
+    def wait_for_progress(self, timeout_s: float = BLOCK_S) -> bool:
+        if self._reaping:
+            self._ledger.progress.wait(timeout_s)
+        elif self._in_flight:
+            self._block(timeout_s)
+        else:
+            return False
+        return True
+
+    def allocate(
+        self, entry: Entry, stride: Sequence[int], device: torch.device, idle_bytes: int | None = None
+    ) -> Tensor:
+        """A tensor at the start of its storage, with memory for whole pages."""
+        if entry.byte_count == 0:
+            return super().allocate(entry, stride, device)
+        y = self._tensor_memory.allocate(
+            entry.size, stride, entry.dtype, entry.byte_count, entry.lead_bytes, idle_bytes
+        )
+        if self._tensor_memory.uses_heap(entry.byte_count):
+            self._huge_pages.put_under(y.data_ptr(), entry.byte_count)
+        return y
+
+    def close(self, patience: Patience) -> bool:
+        ledger = self._ledger
+        with ledger.lock:
+            self._closing = True
+            while self._reaping or self._in_flight:
+                left_s = patience.left_s()
+                if not left_s:
+                    self._abandoned = True
+                    return False
+                self.wait_for_progress(min(BLOCK_S, left_s))
+        self._aio.close()
+        with ledger.lock:
+            ledger.trash.extend(self._reads)
+            for queue in (self._reads, self._copies, self._writes):
+                queue.clear()
+        ledger.tidy()
+        self.pool.close()
+        self.release_idle()
+        return True
+
+    @property
+    def _has_backlog(self) -> bool:
+        """To know what is over would let something begin, or somebody records when things end."""
+        return bool(
+            self._reads
+            or self._writes
+            or self._copies
+            or len(self._in_flight) >= self._aio.depth // 2
+            or self._ledger.trace is not None
+        )
+
+    # -- beginning -----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Submit what is queued, reads first, and what there is room for of what has not left its tensor."""
+        has_room = not self._reads or self._submit(self._reads)
+        has_room = has_room and (not self._writes or self._submit(self._writes))
+        while self._copies:
+            chunk = self._copies[0]
+            if chunk.state is not ChunkState.CANCELLED:
+                if chunk.entry.from_source:
+                    if not has_room:
+                        return
+                    self._writes.append(self._write_from_source(chunk))
+                else:
+                    buffer = self.pool.acquire()
+                    if buffer is None:
+                        return
+                    self._copy_out(chunk, buffer)
+                has_room = has_room and self._submit(self._writes)
+            self._copies.popleft()
+
+    def _set_edges_aside(self, entry: Entry, source: Region) -> None:
+        lead_bytes, trail_bytes = entry.lead_bytes, entry.trail_bytes
+        if lead_bytes:
+            entry.chunks[0].leading = ctypes.string_at(source.address, lead_bytes)
+        if trail_bytes:
+            end = source.address + entry.byte_count
+            entry.chunks[-1].trailing = ctypes.string_at(end - trail_bytes, trail_bytes)
+
+    def _write_from_source(self, chunk: Chunk) -> _Transfer:
+        source = chunk.entry.source
+        assert source is not None
+        address = source.address + chunk.start
+        if self._checksum:
+            chunk.checksum = checksum_of(_memory(address, chunk.length))
+        return _Transfer(chunk, address, None, None)
+
+    def _read(self, fill: Fill, chunk: Chunk) -> None:
+        """From memory where the bytes are still there, else from the file."""
+        target = fill.target
+        assert target is not None
+        address = target.address + chunk.start
+        if chunk.state is ChunkState.ON_DISK:
+            self._start_or_queue(_Transfer(chunk, address, fill, None), self._reads)
+            return
+        began_ns = time.perf_counter_ns()
+        ctypes.memmove(address, self._address_of(chunk), chunk.length)
+        self._count_forwarded(fill, chunk)
+        self._trace("forward", chunk, began_ns)
+        self._read_is_over(fill, chunk)
+
+    def _address_of(self, chunk: Chunk) -> int:
+        """Where in memory the bytes are that are not in the file."""
+        source = chunk.entry.source
+        if chunk.staging is not None:
+            return chunk.staging.address
+        if chunk.kept is not None:
+            return chunk.kept.data_ptr()
+        assert source is not None
+        return source.address + chunk.start
+
+    def _copy_out(self, chunk: Chunk, buffer: StagingBuffer) -> None:
+        entry = chunk.entry
+        source = entry.source
+        assert source is not None
+        began_ns = time.perf_counter_ns()
+        # On all of torch's threads, which have nothing else to do while this one is here.
+        buffer.as_bytes(chunk.length).copy_(source.as_bytes()[chunk.start : chunk.start + chunk.length])
+        if self._checksum:
+            chunk.checksum = checksum_of(buffer.view[: chunk.length])
+        chunk.staging, chunk.state = buffer, ChunkState.STAGED
+        self._writes.append(_Transfer(chunk, buffer.address, None, buffer))
+        self._trace("copy", chunk, began_ns)
+        self._trace_levels()
+        entry.uncopied -= 1
+        self._ledger.source_is_safe(chunk)
+
+    def _start_or_queue(self, transfer: _Transfer, queue: collections.deque[_Transfer]) -> None:
+        if queue or not self._start(transfer):
+            queue.append(transfer)
+
+    def _submit(self, queue: collections.deque[_Transfer]) -> bool:
+        """Whether everything in ``queue`` is under way, or over."""
+        while queue:
+            if not self._start(queue[0]):
+                return False
+            queue.popleft()
+        return True
+
+    def _start(self, transfer: _Transfer) -> bool:
+        """Hand ``transfer`` to the kernel, unless nobody needs it any more. False: not now, there is no room."""
+        aio, ledger, in_flight = self._aio, self._ledger, self._in_flight
+        if len(in_flight) >= aio.depth:
+            return False
+        chunk, done, is_write = transfer.chunk, transfer.done, transfer.fill is None
+        if done == 0 and chunk.entry.unneeded_on_disk:
+            self._abandon(transfer)
+            return True
+        error = ledger.file.grow(transfer.offset + transfer.total) if is_write else None
+        if error is None:
+            cookie = next(self._cookies)
+            in_flight[cookie] = transfer
+            transfer.began_ns = transfer.began_ns or time.perf_counter_ns()
+            descriptor, offset = ledger.file.locate(transfer.offset + done)
+            length = transfer.total - done
+            try:
+                accepted = aio.submit(transfer.opcode, descriptor, transfer.address + done, length, offset, cookie)
+            except OSError as submit_error:
+                accepted, error = False, submit_error
+            if accepted:
+                if is_write:
+                    chunk.state = ChunkState.WRITING
+                transfer.timed = ledger.traffic.begin(Direction.WRITE if is_write else Direction.READ, length)
+                return True
+            del in_flight[cookie]
+            if error is None:
+                if in_flight:
+                    return False  # one that ends makes room
+                error = OSError(errno.EAGAIN, "the kernel takes no request although none is under way")
+        self._finish(transfer, error)
+        return True
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        """Take note of what is over, without blocking; a thread that is blocked for it does so itself."""
+        if self._in_flight and not self._reaping:
+            try:
+                self._aio.reap(0.0)
+            finally:
+                self._take_answers(None)
+
+    def _block(self, timeout_s: float) -> None:
+        lock = self._ledger.lock
+        self._reaping = True
+        lock.release()
+        try:
+            self._aio.reap(timeout_s)
+        finally:
+            end_s = self._ledger.traffic.clock()
+            lock.acquire()
+            self._reaping = False
+            self._ledger.progress.notify_all()
+            try:
+                self._take_answers(end_s)
+                if not self._closing:
+                    self._begin()
+            except BaseException as failure:
+                self._stop(failure)
+                raise
+
+    def _take_answers(self, end_s: float | None) -> None:
+        """``end_s`` is when the kernel was done; None where that was some time ago."""
+        for cookie, result in self._aio.answers():
+            transfer = self._in_flight.pop(cookie, None)
+            if transfer is not None:
+                timed, transfer.timed = transfer.timed, None
+                assert timed is not None
+                if end_s is None:  # the disk may have rested since: it is at least so fast
+                    found_s, busy_with = self._ledger.traffic.clock(), math.inf
+                else:
+                    found_s, busy_with = end_s, self.busy_with if transfer.total < BUSY_BYTES else 1
+                self._ledger.traffic.end(timed, max(0, result), found_s, busy_with=busy_with)
+                self._answer(transfer, result)
+
+    def _answer(self, transfer: _Transfer, result: int) -> None:
+        if result == transfer.total - transfer.done:
+            self._finish(transfer, None)
+            return
+        is_read = transfer.fill is not None
+        try:
+            if result < 0:
+                raise OSError(-result, os.strerror(-result))
+            transfer.done = bytes_done(
+                transfer.done,
+                result,
+                transfer.total,
+                "read" if is_read else "write",
+                transfer.offset,
+                self._ledger.file.path,
+            )
+        except OSError as error:
+            self._finish(transfer, error)
+        else:
+            (self._reads if is_read else self._writes).appendleft(transfer)
+
+    def _finish(self, transfer: _Transfer, error: OSError | None) -> None:
+        chunk, fill, ledger = transfer.chunk, transfer.fill, self._ledger
+        if fill is None:
+            kept = None
+            if error is not None:
+                kept = keep_bytes(self._address_of(chunk), chunk.length)
+                ledger.note_write_error(error)
+            self._leave_memory(transfer)
+            self._trace("write", chunk, transfer.began_ns, error, asynchronous=True)
+            self._written(chunk, kept)
+            return
+        failure: Exception | None = error
+        if error is None:
+            leading, trailing = chunk.leading, chunk.trailing
+            address = transfer.address - len(leading)
+            if leading:
+                ctypes.memmove(address, leading, len(leading))
+            if trailing:
+                ctypes.memmove(address + chunk.length - len(trailing), trailing, len(trailing))
+            if self._checksum:
+                failure = checksum_error(chunk, _memory(address, chunk.length))
+        if failure is None:
+            ledger.counters.bytes_read += chunk.length
+        else:
+            fill.fail(failure)
+        self._trace("read", chunk, transfer.began_ns, failure, asynchronous=True)
+        self._read_is_over(fill, chunk)
+
+    def _abandon(self, transfer: _Transfer) -> None:
+        """Nobody needs it, and it has not begun."""
+        if transfer.chunk.state is ChunkState.CANCELLED:  # before it left its tensor: that is settled
+            return
+        if transfer.fill is not None:
+            self._read_is_over(transfer.fill, transfer.chunk)
+            return
+        self._leave_memory(transfer)
+        self._ledger.cancel(transfer.chunk)
+
+    def _leave_memory(self, transfer: _Transfer) -> None:
+        """What is written needs its buffer, or its tensor, no more."""
+        chunk = transfer.chunk
+        if transfer.buffer is None:
+            chunk.entry.uncopied -= 1
+            self._ledger.source_is_safe(chunk)
+        else:
+            chunk.staging = None
+            self.pool.drop_user(transfer.buffer)
+
+    def _stop(self, failure: BaseException) -> None:
+        """An exception within the bookkeeping, even KeyboardInterrupt, may leave a chunk neither here nor there."""
+        self._ledger.failure = failure
+        self._ledger.progress.notify_all()
+
+
+def _memory(address: int, length: int) -> memoryview:
+    return memoryview((ctypes.c_char * length).from_address(address))

@@ -1,0 +1,182 @@
+"""Straight from GPU memory to the file and back, through KvikIO, where GPUDirect Storage is there.
+
+Whether it is used at all is decided in :mod:`ssdtrain_fx.runtime.lanes.kvikio_choice`.
+
+Guarantees:
+
+* A transfer starts after the event that says that the memory is ready; KvikIO itself knows nothing of torch's streams.
+* Futures, tensors and the file are held until the transfer is over, and every result is asked for exactly once.
+* When a transfer has failed, nothing of it is under way any more. KvikIO cuts transfers into tasks, and before 26.10 it
+  reports the first one that fails while others run on: they would write to a slot or to memory that is somebody else's
+  by then. So each transfer is one task, and what works in parallel are the threads of the lane.
+* A tensor is let go before anybody hears that its transfer is over. Errors hold the frames that they passed, which hold
+  the tensor: so errors are kept without their tracebacks, and of KvikIO's own ones only the text.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx.runtime.book.ledger import Chunk, ChunkState, Fill, Ledger
+from ssdtrain_fx.runtime.book.traffic import Direction, Transfer
+from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio
+from ssdtrain_fx.runtime.lanes.thread_lane import Task, ThreadLane
+from ssdtrain_fx.runtime.memory.cuda import CudaMover
+from ssdtrain_fx.runtime.memory.movers import Mark, Region
+from ssdtrain_fx.runtime.memory.staging import StagingPool
+from ssdtrain_fx.runtime.policy.patience import Patience
+from ssdtrain_fx.runtime.storage.slots import round_up
+from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
+
+CHUNK_BYTES = 16 << 20
+"""Small enough for a large tensor to keep all threads of the lane busy. A guess, not measured."""
+
+
+class DeviceFile:
+    """The spill file as KvikIO sees it, for CUDA tensors."""
+
+    def __init__(self, kvikio: Any, file: ChunkFile) -> None:
+        self._kvikio = kvikio
+        self._file = file
+        self._path = file.path
+        self._lock = threading.Lock()
+        self._handles: dict[int, Any] = {}
+        """By descriptor."""
+
+    def write(self, data: Tensor, offset_bytes: int) -> None:
+        """All bytes of ``data`` (uint8, one dimension) are in the file when it returns. Raises OSError."""
+        self._transfer("write", data, offset_bytes)
+
+    def read(self, data: Tensor, offset_bytes: int) -> None:
+        """All bytes of ``data`` (uint8, one dimension) have come from the file when it returns. Raises OSError."""
+        self._transfer("read", data, offset_bytes)
+
+    def close(self) -> None:
+        for handle in self._handles.values():
+            handle.close()
+
+    def _handle(self, descriptor: int) -> Any:
+        with self._lock:
+            if descriptor not in self._handles:  # the file has no other name
+                self._handles[descriptor] = self._kvikio.CuFile(f"/proc/self/fd/{descriptor}", "r+")
+            return self._handles[descriptor]
+
+    def _transfer(self, verb: str, data: Tensor, offset_bytes: int) -> None:
+        descriptor, file_offset = self._file.locate(offset_bytes)
+        size = data.numel()
+        try:
+            handle = self._handle(descriptor)
+            start = handle.pwrite if verb == "write" else handle.pread
+            count = start(data, size=size, file_offset=file_offset, task_size=size).get()
+            problem = None if count == size else f"short KvikIO {verb}: {count} of {size} bytes"
+        except RuntimeError as error:  # KvikIO's errors carry no errno
+            problem = f"KvikIO {verb}: {error}"
+        if problem is not None:  # not within the `except`, which would chain the two errors
+            raise OSError(errno.EIO, problem, self._path)
+
+
+class KvikioMover(CudaMover):
+    """Events as in the staged path; the bytes need no staging."""
+
+    enqueues = False
+
+
+class KvikioLane(ThreadLane):
+    """A lane whose chunks go SOURCE -> COPYING -> ON_DISK, or KEPT, without a staging buffer."""
+
+    def __init__(self, ledger: Ledger, kvikio: Kvikio, mover: CudaMover, drive_count: int = 1) -> None:
+        super().__init__(ledger, mover, StagingPool(0), thread_count=mover.thread_count * drive_count, checksum=False)
+        self.chunk_bytes = math.gcd(CHUNK_BYTES, ledger.file.stripe_bytes or CHUNK_BYTES)
+        self.staging_bytes = self.planned_staging_bytes = 0
+        self.busy_with = drive_count  # KvikIO has one thread, unless somebody gives it more
+        self._device_file = DeviceFile(kvikio.module, ledger.file)
+        self.io_path = "KvikIO with GPUDirect Storage" if kvikio.gds else "KvikIO through host memory"
+
+    def _next_copy(self) -> Task | None:
+        while self._copies:
+            chunk = self._copies.popleft()
+            if chunk.state is ChunkState.CANCELLED:
+                continue
+            source = chunk.entry.source
+            assert source is not None
+            chunk.state = ChunkState.COPYING
+            return functools.partial(self._write_directly, chunk, [source])
+        return None
+
+    def close(self, patience: Patience) -> bool:
+        over = super().close(patience)
+        if over:
+            self._device_file.close()
+        return over
+
+    def _write_directly(self, chunk: Chunk, sources: list[Region]) -> None:
+        transfer = self._begin_after(chunk.entry.ready, Direction.WRITE)
+        began_ns = time.perf_counter_ns()
+        # Popped: when a release hears that its tensor has left, nobody here may hold it any more.
+        error, kept, end_s = self._save(chunk, sources.pop())
+        if error is not None:
+            with self._ledger.lock:
+                self._ledger.note_write_error(error)
+            self._ledger.tidy()
+        with self._ledger.lock:
+            self._end(transfer, chunk, end_s, error)
+            self._ledger.source_is_safe(chunk)
+            self._trace("write", chunk, began_ns, error)
+            self._written(chunk, kept)
+            self._copied(chunk)
+
+    def _save(self, chunk: Chunk, source: Region) -> tuple[OSError | None, Tensor | None, float]:
+        """Write ``chunk``. Returns the error, a copy of the bytes if there was one, and when the transfer ended."""
+        slot = chunk.entry.slot
+        assert slot is not None
+        data = source.as_bytes()[chunk.start : chunk.start + chunk.length]
+        offset_bytes = slot.offset_bytes + chunk.start
+        error = self._ledger.file.grow(offset_bytes + round_up(chunk.length))
+        error = error or _error_of(self._device_file.write, data, offset_bytes)
+        end_s = self._ledger.traffic.clock()
+        kept = None if error is None else torch.empty(chunk.length, dtype=torch.uint8).copy_(data)
+        return error, kept, end_s
+
+    def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
+        return functools.partial(self._read_directly, fill, chunk, target)
+
+    def _read_directly(self, fill: Fill, chunk: Chunk, target: Region) -> None:
+        slot = chunk.entry.slot
+        assert slot is not None
+        transfer = self._begin_after(fill.ready, Direction.READ)
+        began_ns = time.perf_counter_ns()
+        data = target.as_bytes()[chunk.start : chunk.start + chunk.length]
+        error = _error_of(self._device_file.read, data, slot.offset_bytes + chunk.start)
+        end_s = self._ledger.traffic.clock()
+        with self._ledger.lock:
+            self._end(transfer, chunk, end_s, error)
+            self._trace("read", chunk, began_ns, error)
+            if error is None:
+                self._ledger.counters.bytes_read += chunk.length
+            else:
+                fill.fail(error)
+            self._issued(fill, chunk, None, None)
+
+    def _begin_after(self, ready: Mark, direction: Direction) -> Transfer:
+        """Wait for the device first: its time says nothing of the disk."""
+        self.mover.wait_host(ready)
+        with self._ledger.lock:
+            return self._ledger.traffic.begin(direction)
+
+
+def _error_of(transfer: Callable[[Tensor, int], None], data: Tensor, offset_bytes: int) -> OSError | None:
+    """What ``transfer`` raises."""
+    try:
+        transfer(data, offset_bytes)
+    except OSError as error:
+        return error.with_traceback(None)
+    return None

@@ -1,0 +1,182 @@
+"""What a lane is: it moves the chunks of one kind of device between tensors and the file.
+
+There are two kinds, which differ in who does the work: :mod:`ssdtrain_fx.runtime.lanes.thread_lane` has threads of its own,
+:mod:`ssdtrain_fx.runtime.lanes.aio_lane` works within the ops and leaves the transfers to the kernel.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ssdtrain_fx.runtime.book.ledger import Chunk, ChunkState, Entry, Fill, Ledger
+from ssdtrain_fx.runtime.book.traffic import Transfer
+from ssdtrain_fx.runtime.memory.movers import Mover
+from ssdtrain_fx.runtime.memory.staging import StagingBuffer, StagingPool
+from ssdtrain_fx.runtime.policy.patience import Patience
+
+BLOCK_S = 0.5
+"""Who waits looks up this often whether the engine was closed."""
+
+
+class ChecksumError(Exception):
+    """The file holds other bytes than were written."""
+
+
+class Lane(abc.ABC):
+    """The engine's view of a lane, and the bookkeeping at the ends of transfers. Methods that say so need the ledger's
+    lock."""
+
+    has_host_tier = False
+    """Bytes may stay in its staging buffers, beside the memory that tensors come from."""
+    busy_with = 2
+    """Transfers in one direction that keep the disk busy."""
+
+    def __init__(self, ledger: Ledger, mover: Mover, pool: StagingPool, *, checksum: bool) -> None:
+        self.mover = mover
+        self.pool = pool
+        self.chunk_bytes = pool.chunk_bytes
+        self.direct_chunk_bytes = pool.chunk_bytes
+        """The same for tensors that are written from where they are."""
+        self.io_path = ledger.file.io_path
+        """See :attr:`ssdtrain_fx.runtime.statistics.Statistics.io_path`."""
+        self.staging_bytes = pool.buffer_limit * pool.chunk_bytes
+        """How many bytes may be between staged tensors and the file."""
+        self.planned_staging_bytes = self.staging_bytes
+        """The same for the large tensors that plans are about."""
+        self._ledger = ledger
+        self._checksum = checksum
+
+    # -- called by the engine ------------------------------------------------------------------------------------------
+
+    @property
+    def idle_bytes(self) -> int:
+        """Memory that is kept for reads and used by none."""
+        return 0
+
+    def release_idle(self) -> None:
+        """Give it back."""
+        return
+
+    def writes_from_source(self, entry: Entry) -> bool:
+        """Whether the bytes of ``entry`` go to the file from where they are, without staging."""
+        return False
+
+    @abc.abstractmethod
+    def enlist_copies(self, entry: Entry) -> None:
+        """Have the chunks of ``entry`` written. Needs the lock."""
+
+    @abc.abstractmethod
+    def enlist_reads(self, fill: Fill) -> None:
+        """Have the chunks of ``fill`` brought back. Needs the lock."""
+
+    @abc.abstractmethod
+    def hurry(self, fill: Fill) -> None:
+        """Somebody waits for ``fill``: it goes before all that has not begun. Needs the lock."""
+
+    @abc.abstractmethod
+    def close(self, patience: Patience) -> bool:
+        """Finish what was begun and drop the rest. The ledger is closed already.
+
+        False: patience ran out. Then buffers and tensors are left to the transfers that may still use them."""
+
+    def begin_copies(self) -> None:
+        """Begin copies on the caller's thread, where a device does them. After ``enlist_copies``, without the lock."""
+        return
+
+    def make_progress(self) -> None:
+        """Take note of what is over and begin what can begin. Never blocks for the disk. Needs the lock."""
+        return
+
+    def wait_for_progress(self, timeout_s: float = BLOCK_S) -> bool:
+        """Block until something is over, with the lock given away meanwhile; call it in a loop. False: nothing is under
+        way, and waiting would be in vain."""
+        self._ledger.progress.wait(timeout_s)
+        return True
+
+    def allocate(
+        self, entry: Entry, stride: Sequence[int], device: torch.device, idle_bytes: int | None = None
+    ) -> Tensor:
+        """A tensor like ``entry`` that reads can go into. ``idle_bytes``: see ``Engine.reload``."""
+        return torch.empty_strided(entry.size, stride, dtype=entry.dtype, device=device)
+
+    # -- ends of transfers, with the lock held -------------------------------------------------------------------------
+
+    def _begin_fill(self, fill: Fill) -> None:
+        fill.entry.busy += len(fill.entry.chunks)
+        self._ledger.counters.in_flight_bytes += fill.entry.byte_count
+
+    def _end(self, transfer: Transfer, chunk: Chunk, end_s: float, error: BaseException | None) -> None:
+        """``chunk`` was moved between memory and the file, or could not be."""
+        length = chunk.length if error is None else 0
+        self._ledger.traffic.end(transfer, length, end_s, busy_with=self.busy_with)
+
+    def _written(self, chunk: Chunk, kept: Tensor | None) -> None:
+        """The chunk is in the file, or in ``kept`` because it could not be written."""
+        counters = self._ledger.counters
+        counters.unwritten_bytes -= chunk.length
+        if kept is None:
+            chunk.state = ChunkState.ON_DISK
+            counters.bytes_written += chunk.length
+        else:
+            chunk.state, chunk.kept = ChunkState.KEPT, kept
+            counters.kept += not chunk.entry.has_kept
+            counters.kept_bytes += chunk.length
+            chunk.entry.has_kept = True
+        self._ledger.settle(chunk.entry, chunk.length)
+        self._trace_levels()
+
+    def _count_forwarded(self, fill: Fill, chunk: Chunk) -> None:
+        self._ledger.counters.forwarded += not fill.forwarded
+        self._ledger.counters.forwarded_bytes += chunk.length
+        fill.forwarded = True
+
+    def _trace(
+        self, name: str, chunk: Chunk, began_ns: int, error: BaseException | None = None, *, asynchronous: bool = False
+    ) -> None:
+        """``chunk`` has been moved since ``began_ns`` (``time.perf_counter_ns``)."""
+        trace = self._ledger.trace
+        if trace is not None:
+            trace.add_transfer(name, began_ns, chunk, error, asynchronous=asynchronous)
+
+    def _trace_levels(self) -> None:
+        trace = self._ledger.trace
+        if trace is not None:
+            trace.add_levels(staging_bytes=self.pool.used_bytes, in_flight_bytes=self._ledger.counters.in_flight_bytes)
+
+    def drop_waiting(self, chunk: Chunk) -> None:
+        """The reads that wait for ``chunk`` to leave its tensor, which it never will, are over. Needs the lock."""
+        while chunk.waiting_fills:
+            self._read_is_over(chunk.waiting_fills.pop(), chunk)
+
+    def _read_is_over(self, fill: Fill, chunk: Chunk) -> None:
+        """``chunk`` has come back without a staging buffer, or nobody wants it."""
+        fill.unissued -= 1
+        self._finish_read(fill, chunk, None)
+
+    def _finish_read(self, fill: Fill, chunk: Chunk, buffer: StagingBuffer | None) -> None:
+        if buffer is not None:
+            self.pool.drop_user(buffer)
+        fill.unfinished -= 1
+        if fill.unfinished == 0:
+            self._ledger.trash.append(fill.target)
+            fill.target = None
+        self._ledger.settle(fill.entry, chunk.length)
+        self._trace_levels()
+
+
+def checksum_of(data: memoryview) -> int:
+    """XXH3, 64 bits: many times faster than CRC-32, faster than a copy, and without the interpreter lock. It tells
+    damage from data; it does not stop somebody who forges it."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def checksum_error(chunk: Chunk, data: memoryview) -> ChecksumError | None:
+    """Whether ``data`` is what was written for ``chunk``."""
+    if checksum_of(data) == chunk.checksum:
+        return None
+    return ChecksumError(f"checksum mismatch in the {chunk.length} bytes from byte {chunk.start} on")

@@ -1,0 +1,527 @@
+"""The I/O threads for one kind of device, and what they do with a chunk.
+
+Why threads: they work everywhere, also with buffered files and with devices that have to be waited for. Two threads
+with large direct transfers reach what the disk can do, and neither ``pwrite`` nor ``memmove`` holds the interpreter
+lock. For CPU tensors :mod:`ssdtrain_fx.runtime.lanes.aio_lane` is preferred where it works.
+
+On a GPU staging is a tier of its own, between the device and the file: :mod:`ssdtrain_fx.runtime.policy.host_tier` says which
+bytes stay there, and which come back to it before they are asked for.
+
+Guarantees:
+
+* Order of importance: reads that somebody waits for; reads, because a ``wait`` will need them; copies out of tensors,
+  because a ``release`` will; writes; what is read ahead. Each queue is first in, first out.
+* Where the processor can read what the disk writes, reads go straight into the tensor; else through a staging buffer.
+* No thread waits for a staging buffer while it holds one, and copies leave one buffer to reads. So a staged write can
+  always go on, each write frees a buffer, and nothing stops for ever. What is held in the host tier is the exception,
+  so it is written as soon as copies or reads lack buffers and fewer will come free than there are threads to use them.
+* Reading ahead leaves one buffer to each thread and one to reads, and one thread to what is asked for. What it has
+  read is dropped when a copy or a read lacks a buffer. That it fails is no error: the read that is asked for will say.
+* The targets of reads without staging start on a page and own all pages that they touch. Nobody writes to these pages
+  in the parent before the read is over, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.memory.staging`).
+* A failed write loses nothing: the buffer goes back to the pool only after its bytes are in ordinary memory.
+* An op wakes one thread, whatever it brings: each thread that wakes takes the interpreter lock from the computing one.
+  Who takes a task and leaves others wakes the next one.
+* The threads are daemons, started with the first chunk and joined by :meth:`ThreadLane.close`, unless the disk hangs.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx.runtime.book.ledger import Chunk, ChunkState, Entry, Fill, Ledger
+from ssdtrain_fx.runtime.book.traffic import Direction, Transfer
+from ssdtrain_fx.runtime.lanes.lane import BLOCK_S, Lane, checksum_error, checksum_of
+from ssdtrain_fx.runtime.memory.movers import Mark, Mover, Region, keep_bytes
+from ssdtrain_fx.runtime.memory.staging import StagingBuffer, StagingPool
+from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
+from ssdtrain_fx.runtime.policy.host_tier import HostTier
+from ssdtrain_fx.runtime.policy.patience import Patience
+from ssdtrain_fx.runtime.storage.slots import round_up
+
+BUFFERS_FOR_READS = 1
+"""Also where reads need none: with the smallest staging, one thread is then free for them when writes take long."""
+
+Task = Callable[[], None]
+
+
+class ThreadLane(Lane):
+    """A lane whose threads do the work."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        mover: Mover,
+        pool: StagingPool,
+        *,
+        thread_count: int,
+        checksum: bool,
+        tensor_memory: TensorMemory | None = None,
+    ) -> None:
+        """``tensor_memory`` is what reads go straight into; None where they need staging."""
+        super().__init__(ledger, mover, pool, checksum=checksum)
+        self._tensor_memory = tensor_memory
+        self._work = threading.Condition(ledger.lock)
+        self._reads: collections.deque[tuple[Fill, Chunk]] = collections.deque()
+        self._copies: collections.deque[Chunk] = collections.deque()
+        self._staged: collections.deque[Chunk] = collections.deque()
+        """Copies out of tensors that the device has been told to do."""
+        self._writes: collections.deque[Chunk] = collections.deque()
+        self._landing: collections.deque[tuple[Mark, Fill, Chunk, StagingBuffer]] = collections.deque()
+        """Copies into tensors that the device has been told to do."""
+        self._awaited: set[str] = set()
+        """Queues whose first mark a thread is blocked on."""
+        self.busy_with = thread_count
+        self._thread_count = thread_count
+        self._threads: list[threading.Thread] = []
+        self._threads_inside = 0
+        self._closing = False
+        self._tier = HostTier()
+        self.has_host_tier = mover.enqueues
+        self._arriving_count = 0
+        ledger.when_unneeded.append(self._forget)
+
+    # -- called by the engine ------------------------------------------------------------------------------------------
+
+    def allocate(
+        self, entry: Entry, stride: Sequence[int], device: torch.device, idle_bytes: int | None = None
+    ) -> Tensor:
+        if self._tensor_memory is None or entry.byte_count == 0:
+            return super().allocate(entry, stride, device)
+        return self._tensor_memory.allocate(entry.size, stride, entry.dtype, entry.byte_count, idle_bytes=idle_bytes)
+
+    @property
+    def idle_bytes(self) -> int:
+        return 0 if self._tensor_memory is None else self._tensor_memory.idle_bytes
+
+    def release_idle(self) -> None:
+        if self._tensor_memory is not None:
+            self._tensor_memory.release_idle()
+
+    def enlist_copies(self, entry: Entry) -> None:
+        self._copies.extend(entry.chunks)
+        if self.has_host_tier:
+            self._tier.join(entry)
+        self._start_threads()
+        if not self.mover.enqueues:  # else the caller starts them itself
+            self._work.notify()
+
+    def enlist_reads(self, fill: Fill) -> None:
+        self._begin_fill(fill)
+        for chunk in fill.entry.chunks:
+            if chunk.state in (ChunkState.SOURCE, ChunkState.COPYING):
+                chunk.waiting_fills.append(fill)
+            else:
+                self._reads.append((fill, chunk))
+        if self.has_host_tier:
+            self._tier.ask(fill.entry)
+        self._start_threads()
+        self._work.notify()
+
+    def hurry(self, fill: Fill) -> None:
+        self._reads = collections.deque(sorted(self._reads, key=lambda read: read[0] is not fill))
+
+    def begin_copies(self) -> None:
+        if not self.mover.enqueues:
+            return
+        ledger = self._ledger
+        while True:
+            with ledger.lock:
+                task = None if self._closing else self._next_copy()
+                if task is None:
+                    return
+                self._threads_inside += 1
+            try:
+                task()
+            except Exception as failure:  # the chunk is neither here nor there now
+                ledger.stop_because_of(failure)
+                return
+            finally:
+                with ledger.lock:
+                    self._threads_inside -= 1
+                    ledger.progress.notify_all()
+
+    def close(self, patience: Patience) -> bool:
+        ledger = self._ledger
+        with ledger.lock:
+            self._closing = True
+            self._work.notify_all()
+        for thread in self._threads:
+            while thread.is_alive():
+                with ledger.lock:
+                    left_s = patience.left_s()
+                if not left_s:
+                    return False
+                thread.join(min(BLOCK_S, left_s))
+        with ledger.lock:
+            while self._threads_inside:
+                ledger.progress.wait()
+        for mark, *_ in self._landing:
+            self.mover.wait_host(mark)
+        for chunk in self._staged:
+            self.mover.wait_host(chunk.copied)
+        for queue in (self._reads, self._copies, self._staged, self._writes, self._landing):
+            queue.clear()
+        self._tier = HostTier()
+        self.mover.forget(self.pool.close())
+        self.release_idle()
+        return True
+
+    # -- choosing the next task, with the lock held --------------------------------------------------------------------
+
+    def _start_threads(self) -> None:
+        if len(self._threads) < self._thread_count and not self._closing:
+            for number in range(self._thread_count):
+                thread = threading.Thread(target=self._run, name=f"ssdtrain-io-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def _run(self) -> None:
+        ledger = self._ledger
+        task = None
+        try:
+            while True:
+                with ledger.lock:
+                    task = self._wait_for_task()
+                ledger.tidy()
+                if task is None:
+                    return
+                task()
+                task = None  # it holds tensors
+        except Exception as failure:  # whatever it is, nobody may wait for this thread for ever
+            ledger.stop_because_of(failure)
+
+    def _wait_for_task(self) -> Task | None:
+        while not self._closing:
+            self._ledger.drain()
+            self._note_copied()
+            task = self._next_landed() or self._next_read() or self._next_copy() or self._next_write()
+            task = task or self._next_ahead() or self._next_sync()
+            if task is not None or self._ledger.trash or self._ledger.trim_wanted:
+                if self._reads or self._copies or self._writes or self._tier.wants_reads:
+                    self._work.notify()
+                return task or _nothing
+            self._work.wait()
+        return None
+
+    def _note_copied(self) -> None:
+        while self._staged and self.mover.is_over(self._staged[0].copied):
+            chunk = self._staged.popleft()
+            if chunk.copied is not None:
+                chunk.copied = None
+                self._ledger.source_is_safe(chunk)
+            if chunk.entry.host and not chunk.entry.unneeded_on_disk:
+                self._ledger.hold(chunk)
+                self._tier.hold(chunk)
+            else:
+                self._writes.append(chunk)
+
+    def _next_landed(self) -> None:
+        while self._landing and self.mover.is_over(self._landing[0][0]):
+            _, fill, chunk, buffer = self._landing.popleft()
+            self._finish_read(fill, chunk, buffer)
+
+    def _next_read(self) -> Task | None:
+        while self._reads:
+            fill, chunk = self._reads[0]
+            if fill.entry.dead:
+                self._reads.popleft()
+                self._read_is_over(fill, chunk)
+                continue
+            target = fill.target
+            assert target is not None
+            if chunk.arriving:
+                self._reads.popleft()
+                chunk.waiting_fills.append(fill)
+                continue
+            if chunk.staging is not None:
+                task = functools.partial(self._forward, fill, chunk, target, chunk.staging, chunk.copied)
+                if chunk.state is ChunkState.ON_DISK:  # read ahead, for this reload
+                    self._tier.take_ahead(chunk)
+                    chunk.staging = None
+                else:
+                    chunk.staging.users += 1
+            elif chunk.kept is not None:
+                task = functools.partial(self._bring_kept, fill, chunk, target, chunk.kept)
+            else:
+                task = self._read_from_file(fill, chunk, target)
+                if task is None:
+                    return None
+            self._reads.popleft()
+            return task
+        return None
+
+    def _next_copy(self) -> Task | None:
+        while self._copies:
+            if self._copies[0].state is ChunkState.CANCELLED:
+                self._copies.popleft()
+                continue
+            while self.pool.available <= BUFFERS_FOR_READS:
+                if not self._make_room(len(self._copies)):
+                    return None
+            buffer = self.pool.acquire()
+            chunk = self._copies.popleft()
+            source = chunk.entry.source
+            assert buffer is not None
+            assert source is not None
+            chunk.state = ChunkState.COPYING
+            return functools.partial(self._copy_out, chunk, [source], buffer)
+        return None
+
+    def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
+        buffer = None
+        if self._tensor_memory is None:
+            while not self.pool.available:
+                if not self._make_room(len(self._reads)):
+                    return None
+            buffer = self.pool.acquire()
+            assert buffer is not None
+        transfer = self._ledger.traffic.begin(Direction.READ)
+        return functools.partial(self._read, transfer, fill, chunk, target, buffer)
+
+    def _next_write(self) -> Task | None:
+        has_freed = False
+        while self._writes:
+            chunk = self._writes.popleft()
+            buffer = chunk.staging
+            assert buffer is not None
+            if not chunk.entry.unneeded_on_disk:
+                chunk.state = ChunkState.WRITING
+                transfer = self._ledger.traffic.begin(Direction.WRITE)
+                return functools.partial(self._write, transfer, chunk, buffer)
+            chunk.staging = None
+            self.pool.drop_user(buffer)
+            self._ledger.cancel(chunk)
+            has_freed = True
+        return _nothing if has_freed else None  # a copy that has just found no buffer is to look again
+
+    def _next_ahead(self) -> Task | None:
+        if self._arriving_count >= max(1, self._thread_count - 1):
+            return None
+        if not self._may_read_ahead():
+            return None
+        chunk = self._tier.next_to_read()
+        buffer = None if chunk is None else self.pool.acquire()
+        if chunk is None or buffer is None:
+            return None
+        chunk.arriving = True
+        self._arriving_count += 1
+        self._ledger.begin(chunk)
+        return functools.partial(self._read_ahead, self._ledger.traffic.begin(Direction.READ), chunk, buffer)
+
+    def _may_read_ahead(self) -> bool:
+        return self.pool.available > self._thread_count + BUFFERS_FOR_READS
+
+    def _make_room(self, wanted: int) -> bool:
+        """Some of ``wanted`` copies or reads lack a buffer. True: one has come free now.
+
+        Else as many chunks are taken from the host tier to be written as threads can write, less the buffers that come
+        free anyway."""
+        chunk = self._tier.pop_ahead()
+        if chunk is not None:
+            self._drop_from_staging(chunk)
+            return True
+        coming = self.pool.buffer_limit - self.pool.available - self._tier.held_count
+        while coming < min(wanted, self._thread_count):
+            chunk = self._tier.pop_held()
+            if chunk is None:
+                break
+            coming += 1
+            self._ledger.demote(chunk)
+            self._writes.append(chunk)
+            self._work.notify()
+        return False
+
+    def _forget(self, entry: Entry) -> None:
+        """Nobody will ask for ``entry``."""
+        chunks = self._tier.forget(entry)
+        for chunk in chunks:
+            if chunk.state is ChunkState.HELD:
+                self._ledger.let_go(chunk)
+            self._drop_from_staging(chunk)
+        if chunks:
+            self._work.notify()
+
+    def _drop_from_staging(self, chunk: Chunk) -> None:
+        buffer, chunk.staging = chunk.staging, None
+        assert buffer is not None
+        self.pool.drop_user(buffer)
+
+    def _next_sync(self) -> Task | None:
+        """Block on the device where nothing else is to be done; one thread per queue, the others stay available."""
+        if self._landing and "landing" not in self._awaited:
+            self._awaited.add("landing")
+            return functools.partial(self._sync, self._landing[0][0], "landing")
+        if self._staged and "staged" not in self._awaited:
+            self._awaited.add("staged")
+            return functools.partial(self._sync, self._staged[0].copied, "staged")
+        return None
+
+    # -- tasks, without the lock ---------------------------------------------------------------------------------------
+
+    def _copy_out(self, chunk: Chunk, sources: list[Region], buffer: StagingBuffer) -> None:
+        entry = chunk.entry
+        began_ns = time.perf_counter_ns()
+        # Popped: when a release hears that its tensor has left, nobody here may hold it any more.
+        copied = self.mover.copy_out(sources.pop(), chunk.start, chunk.length, buffer, entry.ready)
+        with self._ledger.lock:
+            chunk.staging, chunk.copied, chunk.state = buffer, copied, ChunkState.STAGED
+            if copied is None:
+                self._ledger.source_is_safe(chunk)
+            self._staged.append(chunk)
+            self._trace("copy", chunk, began_ns)
+            self._trace_levels()
+            self._copied(chunk)
+
+    def _write(self, transfer: Transfer, chunk: Chunk, buffer: StagingBuffer) -> None:
+        ledger, slot = self._ledger, chunk.entry.slot
+        assert slot is not None
+        if self._checksum:
+            chunk.checksum = checksum_of(buffer.view[: chunk.length])
+        began_ns = time.perf_counter_ns()
+        error = self._write_to_file(buffer.view[: round_up(chunk.length)], slot.offset_bytes + chunk.start)
+        end_s = ledger.traffic.clock()
+        kept = None
+        if error is not None:
+            kept = keep_bytes(buffer.address, chunk.length)
+            with ledger.lock:
+                ledger.note_write_error(error)
+            ledger.tidy()
+        with ledger.lock:
+            self._end(transfer, chunk, end_s, error)
+            self._trace("write", chunk, began_ns, error)
+            if error is None and self._may_read_ahead() and self._tier.is_awaited(chunk.entry):
+                self._tier.add_ahead(chunk)  # else it would be read next
+            else:
+                self._drop_from_staging(chunk)
+            self._written(chunk, kept)
+            self._work.notify()
+
+    def _write_to_file(self, data: memoryview, offset_bytes: int) -> OSError | None:
+        file = self._ledger.file
+        error = file.grow(offset_bytes + len(data))
+        if error is not None:
+            return error
+        try:
+            file.write(data, offset_bytes)
+        except OSError as write_error:
+            return write_error
+        return None
+
+    def _read(self, transfer: Transfer, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer | None) -> None:
+        ledger, read_bytes = self._ledger, round_up(chunk.length)
+        data = _memory(target.address + chunk.start, read_bytes) if buffer is None else buffer.view[:read_bytes]
+        began_ns = time.perf_counter_ns()
+        error = self._load(transfer, chunk, data)
+        if error is not None:
+            with ledger.lock:
+                fill.fail(error)
+                self._trace("read", chunk, began_ns, error)
+                self._issued(fill, chunk, buffer, None)
+            return
+        mark = None
+        if buffer is not None:
+            mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready,))
+        with ledger.lock:
+            ledger.counters.bytes_read += chunk.length
+            self._trace("read", chunk, began_ns)
+            self._issued(fill, chunk, buffer, mark)
+
+    def _read_ahead(self, transfer: Transfer, chunk: Chunk, buffer: StagingBuffer) -> None:
+        ledger = self._ledger
+        began_ns = time.perf_counter_ns()
+        error = self._load(transfer, chunk, buffer.view[: round_up(chunk.length)])
+        with ledger.lock:
+            self._trace("read ahead", chunk, began_ns, error)
+            self._arriving_count -= 1
+            chunk.arriving = False
+            if error is None:
+                ledger.counters.bytes_read += chunk.length
+                ledger.counters.read_ahead_bytes += chunk.length
+            if error is None and not chunk.entry.unneeded_on_disk:
+                chunk.staging = buffer
+                self._tier.add_ahead(chunk)
+            else:
+                self.pool.drop_user(buffer)
+            self._reads.extendleft((fill, chunk) for fill in chunk.waiting_fills)
+            self._work.notify(1 + len(chunk.waiting_fills))
+            chunk.waiting_fills.clear()
+            ledger.settle(chunk.entry, chunk.length)
+            self._trace_levels()
+
+    def _load(self, transfer: Transfer, chunk: Chunk, data: memoryview) -> Exception | None:
+        """Read ``chunk`` into ``data``, whole blocks."""
+        ledger, slot = self._ledger, chunk.entry.slot
+        assert slot is not None
+        error = None
+        try:
+            ledger.file.read(data, slot.offset_bytes + chunk.start)
+        except OSError as read_error:
+            error = read_error
+        end_s = ledger.traffic.clock()
+        with ledger.lock:
+            self._end(transfer, chunk, end_s, error)
+        if error is None and self._checksum:
+            return checksum_error(chunk, data[: chunk.length])
+        return error
+
+    def _forward(self, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer, copied: Mark) -> None:
+        began_ns = time.perf_counter_ns()
+        mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready, copied))
+        with self._ledger.lock:
+            self._count_forwarded(fill, chunk)
+            self._trace("forward", chunk, began_ns)
+            self._issued(fill, chunk, buffer, mark)
+
+    def _bring_kept(self, fill: Fill, chunk: Chunk, target: Region, kept: Tensor) -> None:
+        began_ns = time.perf_counter_ns()
+        self.mover.copy_kept(kept, target, chunk.start, chunk.length, (fill.ready,))
+        with self._ledger.lock:
+            self._count_forwarded(fill, chunk)
+            self._trace("forward", chunk, began_ns)
+            self._issued(fill, chunk, None, None)
+
+    def _sync(self, mark: Mark, queue: str) -> None:
+        self.mover.wait_host(mark)
+        with self._ledger.lock:
+            self._awaited.discard(queue)
+            self._work.notify_all()
+
+    # -- ends of transfers, with the lock held -------------------------------------------------------------------------
+
+    def _copied(self, chunk: Chunk) -> None:
+        entry = chunk.entry
+        entry.uncopied -= 1
+        if entry.uncopied == 0 or chunk.waiting_fills:
+            self._ledger.progress.notify_all()
+        self._reads.extend((fill, chunk) for fill in chunk.waiting_fills)
+        self._work.notify(1 + len(chunk.waiting_fills))
+        chunk.waiting_fills.clear()
+
+    def _issued(self, fill: Fill, chunk: Chunk, buffer: StagingBuffer | None, mark: Mark) -> None:
+        if mark is None or buffer is None:
+            self._finish_read(fill, chunk, buffer)
+        else:
+            fill.marks.append(mark)
+            self._landing.append((mark, fill, chunk, buffer))
+        fill.unissued -= 1  # last, because `wait` looks at it without the lock
+        if fill.unissued == 0:
+            self._ledger.progress.notify_all()
+        self._work.notify()
+
+
+def _memory(address: int, byte_count: int) -> memoryview:
+    """What lies at ``address``, which the caller keeps alive."""
+    return memoryview((ctypes.c_char * byte_count).from_address(address)).cast("B")
+
+
+def _nothing() -> None:
+    """A turn that only tidies up."""

@@ -1,0 +1,112 @@
+"""How long the computing thread waits for transfers: what is predicted, what came, and when it gives up.
+
+What the plan waits for is in its slowdown already. What goes beyond that is paid for from the account of
+:mod:`ssdtrain_fx.runtime.book.admission`: what was predicted of it when the tensor was offloaded, and the rest when it is
+over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from ssdtrain_fx.errors import InternalError, StalledDiskError
+from ssdtrain_fx.runtime.book.ledger import Entry, Fill, Ledger
+from ssdtrain_fx.runtime.book.traffic import Direction
+from ssdtrain_fx.runtime.lanes.lane import BLOCK_S, Lane
+from ssdtrain_fx.runtime.policy.patience import Clock, Patience
+
+
+class Stalls:
+    """Waiting of one engine. All methods but :meth:`patience` need the ledger's lock."""
+
+    def __init__(self, ledger: Ledger, timeout_s: float | None, clock: Clock, describe: Callable[[], str]) -> None:
+        """``timeout_s`` is ``io_timeout_s``; ``describe`` tells what is queued and under way."""
+        self._ledger = ledger
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._describe = describe
+
+    def predict_s(self, lane: Lane, entry: Entry, out_s: float | None, back_s: float | None) -> float:
+        """For how much longer than planned a release and a wait would stall."""
+        meters, counters = self._ledger.traffic.meters, self._ledger.counters
+        stall_s = 0.0
+        if out_s is not None:
+            staging_bytes = 0 if entry.from_source else lane.staging_bytes
+            unstaged_bytes = counters.unwritten_bytes + counters.held_bytes + entry.byte_count - staging_bytes
+            stall_s += max(0.0, unstaged_bytes * meters[Direction.WRITE].s_per_byte - out_s)
+        if back_s is not None and not entry.host:
+            stall_s += max(0.0, entry.byte_count * meters[Direction.READ].s_per_byte - back_s)
+        return stall_s
+
+    def wait_until_copied(self, lane: Lane, entry: Entry, awaited: Sequence[Entry]) -> None:
+        """Wait until the ``awaited`` have left their tensors; if that takes too long, ``entry`` stays in its
+        own."""
+        if not any(other.uncopied for other in awaited):
+            return
+        ledger = self._ledger
+        start_s = self._clock()
+        limit_s = entry.prepaid_s + ledger.admission.patience_s()
+        if entry.fills:  # a reload that came before the release reads the file
+            limit_s = math.inf
+        patience = self.patience()
+        while any(other.uncopied for other in awaited):
+            left_s = limit_s - (self._clock() - start_s)
+            if left_s <= 0:
+                if entry.uncopied:
+                    ledger.stay(entry)
+                break
+            self.wait_for_progress(lane, entry, patience, left_s)
+        stall_s = self._clock() - start_s
+        ledger.counters.release_stall_s += stall_s
+        self.pay(entry, stall_s)
+
+    def wait_until_filled(self, lane: Lane, fill: Fill) -> Exception | None:
+        """Wait until the target of ``fill`` holds its bytes. Returns why it never will."""
+        if fill.unissued:
+            lane.hurry(fill)
+            start_s = self._clock()
+            patience = self.patience()
+            stalled: StalledDiskError | None = None
+            try:
+                while fill.unissued:
+                    self.wait_for_progress(lane, fill.entry, patience)
+            except StalledDiskError as error:
+                stalled = error
+            stall_s = self._clock() - start_s
+            self._ledger.counters.wait_stall_s += stall_s
+            self.pay(fill.entry, stall_s)
+            if stalled is not None:
+                return stalled
+        return fill.error
+
+    def pay(self, entry: Entry, stall_s: float) -> None:
+        """A stall of ``entry`` is over; what was planned or predicted of it is paid for already."""
+        ledger = self._ledger
+        if ledger.trace is not None:
+            ledger.trace.add_stall(entry, stall_s)
+        predicted_s = min(entry.prepaid_s, stall_s)
+        entry.prepaid_s -= predicted_s
+        ledger.admission.charge(stall_s - predicted_s)
+
+    def wait_for_progress(self, lane: Lane, entry: Entry, patience: Patience, limit_s: float = BLOCK_S) -> None:
+        """Raises StalledDiskError."""
+        self._ledger.check_usable(entry.name)
+        left_s = self.check(patience, repr(entry.name))
+        if not lane.wait_for_progress(min(BLOCK_S, left_s, limit_s)):
+            raise InternalError(f"{entry.name!r}: nothing is under way that could be waited for")
+
+    def patience(self, timeout_s: float = math.inf) -> Patience:
+        """The shorter one of ``timeout_s`` and what the user chose."""
+        chosen_s = self._timeout_s
+        return Patience(self._ledger, timeout_s if chosen_s is None else min(timeout_s, chosen_s), self._clock)
+
+    def check(self, patience: Patience, awaited: str) -> float:
+        """How long to wait for ``awaited`` at most. Raises StalledDiskError."""
+        left_s = patience.left_s()
+        if not left_s:
+            raise StalledDiskError(
+                f"no transfer has ended for {self._timeout_s} s while {awaited} was waited for; the disk "
+                f"hangs, or io_timeout_s is too short for it. {self._describe()}"
+            )
+        return left_s

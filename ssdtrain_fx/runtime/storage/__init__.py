@@ -1,0 +1,1 @@
+"""The spill file: its directory, its slots, and striping over several drives."""

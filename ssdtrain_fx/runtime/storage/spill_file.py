@@ -1,0 +1,214 @@
+"""One unnamed file that holds the bytes of offloaded tensors.
+
+Why: activations may hold private training data and must never outlive the process. A file that has no name cannot be
+opened by others and is gone with the last descriptor, even after ``kill -9``.
+
+Guarantees:
+
+* The file has mode 0600 and no name. Where the file system has no O_TMPFILE it has a name for the moment between
+  creation and unlink.
+* :meth:`SpillFile.write` and :meth:`SpillFile.read` move all bytes or raise OSError.
+* :meth:`SpillFile.grow` returns the error instead of raising it: a full disk is no reason to stop training.
+* All methods may be called from any thread. ``grow`` and ``shrink`` exclude each other; reads and writes run freely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import Protocol
+
+from ssdtrain_fx.runtime.storage.rank import process_rank, rank_directory
+from ssdtrain_fx.runtime.storage.slots import ALIGNMENT_BYTES
+
+log = logging.getLogger(__name__)
+
+GROWTH_STEP_BYTES = 256 << 20
+
+_NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF})
+_NO_O_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS})
+
+
+class ChunkFile(Protocol):
+    """What the engine needs of a file. Tests inject faults by implementing it."""
+
+    path: str
+    io_path: str
+    direct: bool
+    """Transfers do not go through the page cache."""
+    stripe_bytes: int | None
+    """Where set, another file begins at each multiple of it; chunks end there."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def locate(self, offset_bytes: int) -> tuple[int, int]:
+        """The descriptor of the file that holds the byte at ``offset_bytes``, and its offset there."""
+        ...
+
+    def grow(self, size_bytes: int) -> OSError | None: ...
+
+    def shrink(self, size_bytes: int, from_bytes: int) -> None: ...
+
+    def write(self, data: memoryview, offset_bytes: int) -> None: ...
+
+    def read(self, data: memoryview, offset_bytes: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SpillFile:
+    """The file behind one engine. Addresses, lengths and offsets are multiples of 4096 bytes."""
+
+    stripe_bytes: int | None = None
+
+    def __init__(self, directory: str) -> None:
+        rank = process_rank()
+        self.path = f"{directory}/(unnamed spill file{'' if rank is None else f' of rank {rank}'})"
+        with rank_directory(directory, rank) as own_directory:
+            descriptor = _open_unnamed(own_directory, os.O_DIRECT)
+            if descriptor is not None and not _accepts_direct_io(descriptor):
+                os.close(descriptor)
+                descriptor = None
+            self.direct = descriptor is not None
+            if descriptor is not None:
+                self.io_path = "posix O_DIRECT"
+            else:
+                _warn_of_buffered_io(directory)
+                descriptor = _open_unnamed(own_directory, 0)
+                assert descriptor is not None
+                self.io_path = "posix buffered"
+        self._descriptor = descriptor
+        self._size_bytes = 0
+        self._size_lock = threading.Lock()
+        self._step_bytes = GROWTH_STEP_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def locate(self, offset_bytes: int) -> tuple[int, int]:
+        return self._descriptor, offset_bytes
+
+    def grow(self, size_bytes: int) -> OSError | None:
+        """Make the file at least ``size_bytes`` long, with its blocks reserved. Returns the error if that failed."""
+        if size_bytes <= self._size_bytes:
+            return None
+        with self._size_lock:
+            if size_bytes <= self._size_bytes:
+                return None
+            in_steps = -(-size_bytes // self._step_bytes) * self._step_bytes
+            error = self._grow_to(in_steps)
+            if error is not None and in_steps != size_bytes:
+                error = self._grow_to(size_bytes)
+            return error
+
+    def _grow_to(self, size_bytes: int) -> OSError | None:
+        try:
+            os.posix_fallocate(self._descriptor, self._size_bytes, size_bytes - self._size_bytes)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                with contextlib.suppress(OSError):  # a disk that has gone refuses this too
+                    os.ftruncate(self._descriptor, self._size_bytes)  # give back what was reserved before it failed
+                return error
+            try:
+                os.ftruncate(self._descriptor, size_bytes)
+            except OSError as truncate_error:
+                return truncate_error
+        self._size_bytes = size_bytes
+        return None
+
+    def shrink(self, size_bytes: int, from_bytes: int) -> None:
+        """Cut the file from ``from_bytes`` to ``size_bytes``, unless it has grown beyond ``from_bytes`` meanwhile.
+
+        The caller sees to it that nobody uses ``[size_bytes, from_bytes)``. Who needs more has to grow the file first,
+        so either 1. the growth comes first, and nothing is cut, or 2. the cut comes first, and the growth reserves the
+        range again.
+        """
+        with self._size_lock:
+            if size_bytes < self._size_bytes == from_bytes:
+                os.ftruncate(self._descriptor, size_bytes)
+                self._size_bytes = size_bytes
+
+    def write(self, data: memoryview, offset_bytes: int) -> None:
+        done = 0
+        while done < len(data):
+            count = os.pwrite(self._descriptor, data[done:], offset_bytes + done)
+            done = bytes_done(done, count, len(data), "write", offset_bytes, self.path)
+
+    def read(self, data: memoryview, offset_bytes: int) -> None:
+        done = 0
+        while done < len(data):
+            count = os.preadv(self._descriptor, [data[done:]], offset_bytes + done)
+            done = bytes_done(done, count, len(data), "read", offset_bytes, self.path)
+
+    def close(self) -> None:
+        """Give the disk space back. Further use raises OSError."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        self._size_bytes = 0
+
+
+def bytes_done(done: int, count: int, total: int, verb: str, offset_bytes: int, path: str) -> int:
+    """How many of ``total`` bytes need no further attempt, when the one after the first ``done`` moved ``count``.
+
+    After a short transfer the next one starts on an aligned offset again. Raises OSError where there is no progress.
+    """
+    after = done + count
+    if after < total:
+        after -= after % ALIGNMENT_BYTES
+    if after <= done:
+        raise OSError(errno.EIO, f"short {verb}: {done + count} of {total} bytes at offset {offset_bytes} of", path)
+    return after
+
+
+def _open_unnamed(directory: str, extra_flags: int) -> int | None:
+    """A descriptor of a file without a name, or None where the file system refuses ``extra_flags``."""
+    flags = os.O_RDWR | os.O_CLOEXEC | extra_flags
+    try:
+        return os.open(directory, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_O_TMPFILE:
+            raise
+    descriptor, name = tempfile.mkstemp(prefix="ssdtrain-", dir=directory)
+    try:
+        if extra_flags:
+            os.close(descriptor)
+            descriptor = os.open(name, flags | os.O_NOFOLLOW)
+        return descriptor
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return None
+        raise
+    finally:
+        Path(name).unlink()
+
+
+def _accepts_direct_io(descriptor: int) -> bool:
+    """Some file systems take O_DIRECT at open and refuse the first transfer."""
+    with mmap.mmap(-1, ALIGNMENT_BYTES) as block:
+        try:
+            os.pwrite(descriptor, block, 0)
+        except OSError as error:
+            return error.errno != errno.EINVAL  # a full disk is dealt with when tensors are written
+    os.ftruncate(descriptor, 0)
+    return True
+
+
+@functools.cache
+def _warn_of_buffered_io(directory: str) -> None:
+    log.warning(
+        "%s does not take direct I/O (O_DIRECT): transfers go through the page cache, which costs memory and CPU time.",
+        directory,
+    )

@@ -1,0 +1,61 @@
+"""Run the points of a recompute-offload-keep curve for real: one process each, taking turns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ssdtrain_fx.studies import bench
+from ssdtrain_fx.studies.measure import Run, Step, Variant, median_ms
+from ssdtrain_fx.studies.rok_curve import PLANNED, OnProgress, RokCurve, RokOutcome, RokPoint, Strategy
+
+VARIANTS: Mapping[Strategy, Variant] = {
+    "keep": "inductor",
+    "recompute": "checkpoint",
+    "offload": "ssdtrain",
+    "mixed": "ssdtrain",
+}
+
+
+def measure_rok(curve: RokCurve, run: Run, *, steps: int, on_progress: OnProgress) -> RokCurve:
+    """The same curve with ``measured`` filled in.
+
+    The points of one batch size take turns, step by step, so that what else the machine does slows all of them alike.
+
+    Args:
+        run: model, sizes and device; batch, variant and limits are those of each point.
+        steps: of each time run. The first one compiles and does not count.
+
+    Raises:
+        WorkerError: a process failed.
+    """
+    batches = tuple(dict.fromkeys(point.batch for point in curve.points))
+    by_batch = [[point for point in curve.points if point.batch == batch] for batch in batches]
+    done, total = 0, sum(bench.count_steps([run_of(point, run) for point in points], steps) for points in by_batch)
+
+    def on_step(run: Run, step: Step) -> None:
+        nonlocal done
+        done += 1
+        on_progress(f"batch {run.batch}: {run.measure} of {run.variant}, step {step.index + 1}", done, total)
+
+    measured: list[RokPoint] = []
+    for points in by_batch:
+        on_progress(f"batch {points[0].batch}: compiling", done, total)
+        results = bench.measure([run_of(point, run) for point in points], steps=steps, on_step=on_step)
+        for point, result in zip(points, results, strict=True):
+            outcome = RokOutcome(peak_bytes=result.peak_bytes, step_s=median_ms(result.timed) / 1e3)
+            measured.append(dataclasses.replace(point, measured=outcome))
+    return dataclasses.replace(curve, points=tuple(measured))
+
+
+def run_of(point: RokPoint, run: Run) -> Run:
+    """What a worker is to train for ``point``: ``run`` with the point's batch size, variant and limit."""
+    options: dict[str, Any] = {**run.options}
+    if point.strategy in PLANNED:
+        options["recompute"] = point.strategy == "mixed"
+    if point.max_slowdown is not None:
+        options["max_slowdown"] = point.max_slowdown
+    if point.memory_budget_bytes is not None:
+        options["memory_budget_bytes"] = point.memory_budget_bytes
+    return dataclasses.replace(run, batch=point.batch, variant=VARIANTS[point.strategy], options=options)

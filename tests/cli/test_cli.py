@@ -1,0 +1,103 @@
+"""The command, run as users run it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = ("--steps", "3", "--layers", "2", "--hidden", "64", "--batch", "2", "--sequence", "64", "--device", "cpu")
+
+
+def run_command(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    program = ["-c", code] if code is not None else ["-m", "ssdtrain_fx"]
+    # Wide and without colour, whatever terminal the tests run in.
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    return subprocess.run(
+        [sys.executable, *program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_version() -> None:
+    done = run_command("--version")
+    assert (done.returncode, done.stdout) == (0, "ssdtrain-fx 0.1.0\n")
+
+
+def test_help_lists_the_demo() -> None:
+    done = run_command("--help")
+    assert done.returncode == 0
+    assert "demo" in done.stdout
+
+
+def test_help_of_the_demo_lists_its_options() -> None:
+    done = run_command("demo", "--help")
+    assert done.returncode == 0
+    options = "--steps --layers --hidden --batch --sequence --device --ssd-dir --json --png --seed"
+    assert [option for option in options.split() if option not in done.stdout] == []
+    assert "--backend" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--stepps", "3"), "No such option"),
+        (("--steps", "1"), "Invalid value for '--steps'"),
+        (("--hidden", "100"), "100 is not a multiple of 64"),
+        (("--device", "tpu"), "'tpu' is not one of"),
+        (("--ssd-dir", "/nowhere/at/all"), "does not exist"),
+        (("--json", "/nowhere/at/all.json"), "The directory of /nowhere/at/all.json does not exist"),
+    ],
+)
+def test_a_wrong_option_is_named_and_nothing_runs(arguments: tuple[str, ...], message: str) -> None:
+    done = run_command("demo", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
+    code = """
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "typer" else found(name, *rest)
+import ssdtrain_fx.__main__ as command
+command.main()
+"""
+    done = run_command(code=code)
+    assert done.returncode == 1
+    assert "typer not installed" in done.stderr
+    assert "pip install 'ssdtrain-fx[demo]'" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["inductor", "ssdtrain"])
+def test_demo_trains_both_to_the_same_bits_and_writes_its_files(tmp_path: Path, backend: str) -> None:
+    results, picture = tmp_path / "results.json", tmp_path / "memory.png"
+    done = run_command("demo", *TINY, "--json", str(results), "--png", str(picture), "--backend", backend)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "loss, step 3" in done.stdout
+    assert "DIFFERENT" not in done.stdout
+    assert str(picture) in done.stdout
+    written = json.loads(results.read_text())
+    assert written["equal"] is True
+    assert written["losses_equal"] == [True] * 3
+    assert len(set(written["plain"]["losses_hex"])) == 3
+    assert written["plain"]["peak_bytes"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_fails_shows_what_it_wrote() -> None:
+    code = """
+from ssdtrain_fx.studies import measure
+with measure.Worker(measure.Run(model="gpt3")) as worker:
+    worker.step()
+"""
+    done = run_command(code=code)
+    assert done.returncode == 1
+    assert "WorkerError: The worker for 'ssdtrain' (time) exited with 1" in done.stderr
+    assert "Unknown model 'gpt3'" in done.stderr

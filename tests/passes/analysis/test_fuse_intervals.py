@@ -1,0 +1,83 @@
+"""What fusion does to live intervals, on graphs that can be checked by eye."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ssdtrain_fx.passes.analysis.fuse_intervals import fuse_intervals
+from ssdtrain_fx.passes.analysis.fused_kernels import find_fused_kernels
+from ssdtrain_fx.passes.analysis.liveness import LiveInterval, find_live_intervals
+from ssdtrain_fx.testing import analyse, capture_step, capture_toy, named
+
+
+def chain(x: Tensor, w: Tensor) -> Tensor:
+    """One kernel between two products: of ``mul``, ``tanh`` and ``add`` only the last reaches memory."""
+    h = x @ w
+    return ((h * 2).tanh() + 1) @ w
+
+
+def one_op(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).tanh() @ w
+
+
+def fused(
+    function: Callable[..., Tensor | tuple[Tensor, ...]] = chain, *, requires_grad: bool = False
+) -> tuple[dict[str, LiveInterval], dict[str, LiveInterval]]:
+    """Intervals by the name of the allocator, without and with fusion."""
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=requires_grad)
+    analysis = analyse(capture_step(function, x, w))
+    storages = analysis.alias_sets.storages
+    plain = find_live_intervals(analysis.joint.graph, analysis.alias_sets)
+    kernels = find_fused_kernels(analysis.joint, analysis.alias_sets)
+    both = (plain, fuse_intervals(plain, kernels, analysis.alias_sets))
+    before, after = ({storages[idx].allocator.name: interval for idx, interval in each.items()} for each in both)
+    return before, after
+
+
+def test_what_lives_in_one_kernel_reaches_no_memory() -> None:
+    before, after = fused()
+    assert {"mm", "mul", "tanh", "add", "mm_1"} <= before.keys()
+    assert "mul" not in after, "made and read in one kernel"
+    assert {"mm", "tanh", "mm_1"} <= after.keys(), "tanh is saved for backward"
+
+
+def test_a_result_takes_over_the_memory_of_an_argument_that_dies() -> None:
+    """``tanh`` is written in place of ``mm``, which nobody reads afterwards: they are never live together."""
+    before, after = fused(one_op)
+    assert before["mm"].end > after["mm"].end == after["tanh"].start
+
+
+def test_what_is_read_again_is_not_overwritten() -> None:
+    """With a gradient for ``w``, ``add`` is read in backward: it stays, as it does without fusion."""
+    before, after = fused(requires_grad=True)
+    assert after["add"] == before["add"]
+
+
+def shared_bias(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum stands in front of the product that has ``mul`` stored, so it computes it once more, from ``mm``."""
+    s = (x @ w) * 2
+    return s.sum(0), s.view(2, 2, 4).view(4, 4) @ w
+
+
+def test_what_a_sum_reads_once_more_is_not_overwritten_before() -> None:
+    before, after = fused(shared_bias)
+    assert before["mm"].end == before["mul"].start + 1
+    assert after["mm"].end == after["sum_1"].start + 1 > after["mul"].start
+
+
+def test_fusion_adds_no_memory_but_what_is_read_once_more() -> None:
+    for name in ("mlp", "attention", "norms", "deep"):
+        analysis = analyse(capture_toy(name))
+        plain = find_live_intervals(analysis.joint.graph, analysis.alias_sets)
+        kernels = find_fused_kernels(analysis.joint, analysis.alias_sets)
+        after = fuse_intervals(plain, kernels, analysis.alias_sets)
+        assert after.keys() <= plain.keys()
+        again = {idx: kernel.last + 1 for kernel in kernels for idx in kernel.reads_again}
+        for idx, interval in after.items():
+            assert plain[idx].start == interval.start <= interval.end <= max(plain[idx].end, again.get(idx, 0))
+        for node in (*analysis.joint.saved, *analysis.joint.graph.output_node().all_input_nodes):
+            for idx in analysis.alias_sets.by_node[node]:
+                assert (idx in after) == (idx in plain), f"{named(analysis.joint.graph, node.name)} is held"

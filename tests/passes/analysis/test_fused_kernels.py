@@ -1,0 +1,182 @@
+"""Which nodes run as one kernel, told by what the kernels of tiny graphs read and write, worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_node_costs import ONLY_BYTES, costs, total, trace
+from torch import Tensor
+
+from ssdtrain_fx.passes.analysis.fused_kernels import find_fused_kernels
+from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
+from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
+from ssdtrain_fx.testing import analyse, capture_step
+
+
+def test_a_chain_reads_and_writes_once() -> None:
+    """40 B in, 40 B out, in between nothing; node by node 2 + 2 + 3 passes of 40 B."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x * 2
+        return (y + 1) * y
+
+    joint = trace(function, (10,))
+    assert costs(joint, ONLY_BYTES) == {"mul_1": 80}
+    assert costs(joint, ONLY_BYTES, fused=False) == {"mul": 80, "add": 80, "mul_1": 120}
+
+
+def test_expensive_ops_add_up_in_a_group() -> None:
+    """20 exps take 2 s, 2 * 40 B take 0.8 s: the longer one counts, and one empty kernel."""
+    joint = trace(lambda x: x.exp().exp(), (10,))
+    assert costs(joint) == {"exp_1": pytest.approx(2.5)}
+    assert total(trace(lambda x: x.pow(2), (10,))) == pytest.approx(1.3)
+    assert total(trace(lambda x: x.pow(2.5), (10,))) == pytest.approx(1.5)
+
+
+def test_what_is_read_outside_is_written() -> None:
+    """``y`` is an output too: 40 B in, twice 40 B out."""
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y, y + 1
+
+    assert costs(trace(function, (10,)), ONLY_BYTES) == {"add": 120}
+
+
+def test_an_oracle_by_hand_around_a_matrix_product() -> None:
+    """
+    h = mm(x, w)             x 4x4, w 4x4: 3 * 64 B
+    a = relu(h + b)          group 1: reads h (64), b (16); writes a (64), which the product reads
+    z = mm(a, w)             3 * 64 B
+    r = z * a                group 2: reads z, a; writes r. Not group 1: a product stands between
+    """
+
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        a = torch.relu(torch.mm(x, w) + b)
+        return torch.mm(a, w) * a
+
+    assert costs(trace(function, (4, 4), (4, 4), (4,)), ONLY_BYTES) == {
+        "mm": 192,
+        "relu": 64 + 16 + 64,
+        "mm_1": 192,
+        "mul": 192,
+    }
+
+
+def test_statistics_of_rows_fuse_with_the_rows() -> None:
+    """A softmax over rows reads 4 * 6 floats and writes 4 * 6."""
+
+    def function(x: Tensor) -> Tensor:
+        e = (x - x.amax(-1, keepdim=True)).exp()
+        return e / e.sum(-1, keepdim=True)
+
+    assert costs(trace(function, (4, 6)), ONLY_BYTES) == {"div": 2 * 96}
+
+
+def test_a_sum_over_columns_is_a_pass_of_its_own() -> None:
+    """96 B in and out for the product, and 96 B in, 24 B out for the sum."""
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y, y.sum(0)
+
+    assert costs(trace(function, (4, 6)), ONLY_BYTES) == {"mul": 192, "sum_1": 120}
+
+
+def test_a_pointwise_op_moves_to_its_only_reader() -> None:
+    """``x * 2`` stands in front of the product, and is inlined behind it: 64 B of x, 64 B of h, 64 B out."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = x * 2
+        return torch.mm(w, w) + y
+
+    assert costs(trace(function, (4, 4), (4, 4)), ONLY_BYTES) == {"mm": 128, "add": 192}
+
+
+def test_readers_of_one_storage_share_a_pass() -> None:
+    """Two chains with nothing in common but x: 40 B in, twice 40 B out."""
+    assert total(trace(lambda x: (x * 2, x + 1), (10,)), ONLY_BYTES) == 120
+
+
+def test_forward_and_backward_never_share_a_group() -> None:
+    """tanh: forward writes its result, backward reads it again."""
+    joint = capture_step(lambda x: torch.tanh(x), torch.randn(10, requires_grad=True)).join()
+    seconds = estimate_node_seconds(joint, find_alias_sets(joint.graph), ONLY_BYTES)
+    marker = joint.positions()[joint.marker]
+    assert sum(seconds[:marker]) == 80
+    assert sum(seconds[marker:]) == 120  # tangent and result in, gradient out
+
+
+def read_again(function: Callable[..., object], *shapes: Sequence[int]) -> dict[str, set[str]]:
+    """What reductions compute their argument from once more, by the name of the reduction."""
+    joint = trace(function, *shapes)
+    alias_sets = find_alias_sets(joint.graph)
+    nodes = list(joint.graph.nodes)
+    return {
+        nodes[kernel.last].name: {alias_sets.storages[idx].allocator.name for idx in kernel.reads_again}
+        for kernel in find_fused_kernels(joint, alias_sets)
+        if kernel.reads_again
+    }
+
+
+def test_a_sum_in_front_of_what_has_its_argument_stored_computes_it_once_more() -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = (x @ w) * 2 + x
+        return s.sum(0), s.view(2, 2, 4).view(4, 4) @ w
+
+    assert read_again(function, (4, 4), (4, 4)) == {"sum_1": {"mm", "x_1"}}
+
+
+def test_a_sum_reads_what_is_stored_by_then() -> None:
+    def behind_the_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = (x @ w) * 2
+        product = s.view(2, 2, 4).view(4, 4) @ w
+        return s.sum(0), product
+
+    def read_by_a_product_without_a_view(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = (x @ w) * 2
+        return s.sum(0), s @ w
+
+    def made_by_a_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = x @ w
+        return s.sum(0), s.view(2, 2, 4).view(4, 4) @ w
+
+    def never_stored(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = (x @ w) * 2
+        return s.sum(0), s + 1
+
+    for function in (behind_the_product, read_by_a_product_without_a_view, made_by_a_product, never_stored):
+        assert read_again(function, (4, 4), (4, 4)) == {}, function.__name__
+
+
+def test_backward_reads_what_forward_has_stored() -> None:
+    """Forward ends with ``mul`` in memory, though only backward has a product of it, behind the sum."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return Stored.apply(x, w)
+
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    analysis = analyse(capture_step(function, x, w))
+    assert "mul" in {node.name for node in analysis.joint.saved}
+    kernels = find_fused_kernels(analysis.joint, analysis.alias_sets)
+    assert not any(kernel.reads_again for kernel in kernels)
+
+
+class Stored(torch.autograd.Function):
+    """2 x is saved; backward sums its columns before it multiplies it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        a = x * 2
+        ctx.save_for_backward(a, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gy,) = gradients
+        a, w = ctx.saved_tensors
+        columns = a.sum(0)
+        return gy @ w.t() + columns, a.view(2, 2, 4).view(4, 4).t() @ gy

@@ -1,0 +1,170 @@
+"""Keep, offload or make again: the three in one plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from typing import Any
+
+import pytest
+from graphs import Program, capture_program, random_programs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from steps import four_layers, machine
+from test_liveness import without
+
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.errors import BudgetError
+from ssdtrain_fx.passes import pipeline
+from ssdtrain_fx.passes.graph.joint_graph import join
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, find
+from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
+from ssdtrain_fx.passes.planning.plan import Keep, Offload, Plan, Recompute
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.testing import TOYS, CapturedStep, assert_same_bits, capture_toy, save_all
+
+
+def rewrite(step: CapturedStep, *, disk: float = 1.0, **options: Any) -> OffloadedStep:
+    config = OffloadConfig(inner="aot_eager", min_tensor_bytes=0, **{"max_slowdown": 1.0, **options})
+    return offload_saved_tensors(
+        step.forward,
+        step.backward,
+        num_forward_outputs=step.num_forward_outputs,
+        config=config,
+        hardware=machine(disk),
+    )
+
+
+def decisions(plan: Plan) -> dict[str, type]:
+    return {storage.name: type(storage.decision) for storage in plan.storages if not storage.is_input}
+
+
+def assert_sound(step: CapturedStep, rewritten: OffloadedStep) -> None:
+    """Same bits as before, and the peak that the plan promises, counted on the storages of real tensors."""
+    before = step.join()
+    joint = join(rewritten.forward, rewritten.backward, num_forward_outputs=step.num_forward_outputs)
+    for offload in find(joint.graph, OFFLOAD):
+        # An engine that keeps nothing to save time, however slow the disk of the tests is.
+        offload.update_arg(3, EngineConfig().to_argument())
+    counter = step.measure(joint)
+    assert max(without(counter.live_bytes, counter.token_bytes)) == rewritten.plan.peak_after_bytes
+    assert_same_bits(step.run(joint), step.run(before))
+    assert max(step.measure(before).live_bytes) == rewritten.plan.peak_before_bytes
+
+
+def test_a_disk_that_is_too_slow_leaves_recomputation() -> None:
+    """Nothing can be moved at one byte a second, so what can be made again is, and the rest stays."""
+    rewritten = rewrite(four_layers())
+    found = decisions(rewritten.plan)
+    pairs = [(found[f"mm{suffix}"], found[f"mul{suffix}"]) for suffix in ("", "_1", "_2")]
+    assert all(set(pair) == {Keep, Recompute} for pair in pairs), "each could be made from the other; one is kept"
+    made = rewritten.plan.recomputed[0].decision
+    assert isinstance(made, Recompute) and len(made.nodes) == 1
+    assert 0 < rewritten.plan.recompute_s == pytest.approx(rewritten.plan.exposed_s)
+    assert_sound(four_layers(), rewritten)
+
+
+def test_what_is_made_again_can_read_what_was_moved() -> None:
+    rewritten = rewrite(four_layers(), disk=1e15)
+    assert Offload in decisions(rewritten.plan).values()
+    assert_sound(four_layers(), rewritten)
+
+
+def test_recomputation_takes_part_in_the_limit() -> None:
+    """A kernel more is more than a thousandth of this step."""
+    assert Recompute not in decisions(rewrite(four_layers(), max_slowdown=1e-3).plan).values()
+
+
+def test_recomputation_can_be_switched_off() -> None:
+    assert Recompute not in decisions(rewrite(four_layers(), recompute=False).plan).values()
+    assert Recompute not in decisions(rewrite(four_layers(), policy="all").plan).values()
+
+
+def test_a_budget_that_moving_cannot_meet() -> None:
+    """Moving alone would get there too, in hours of disk time."""
+    step = four_layers()
+    peak = rewrite(step).plan.peak_after_bytes
+    plan = rewrite(step, memory_budget_bytes=peak).plan
+    assert plan.peak_after_bytes <= peak
+    assert plan.recomputed and plan.exposed_s < 1
+
+
+def test_a_budget_out_of_reach_of_both_names_the_lower_floor() -> None:
+    step = four_layers()
+    floor = min(rewrite(step, recompute=choice, disk=1e15).plan.floor_bytes for choice in (False, True))
+    with pytest.raises(BudgetError, match=f"cannot get below {floor} bytes") as error:
+        rewrite(step, memory_budget_bytes=1)
+    assert error.value.floor_bytes == floor
+
+
+@pytest.mark.parametrize("disk", [1.0, 1e6, 1e15])
+@pytest.mark.parametrize("name", TOYS)
+def test_plans_of_toys_are_sound(name: str, disk: float) -> None:
+    step = capture_toy(name)
+    mixed = rewrite(step, disk=disk)
+    assert_sound(step, mixed)
+    assert mixed.plan.slowdown <= 1.0
+    assert mixed.plan.peak_after_bytes <= rewrite(step, disk=disk, recompute=False).plan.peak_after_bytes
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(program=random_programs(), disk=st.sampled_from([1.0, 1e8, 1e15]), limit=st.sampled_from([0.01, 0.3, 5.0]))
+def test_plans_of_random_graphs_are_sound(program: Program, disk: float, limit: float) -> None:
+    step = capture_program(program)
+    rewritten = rewrite(step, disk=disk, max_slowdown=limit)
+    assert_sound(step, rewritten)
+    assert rewritten.plan.slowdown <= limit
+
+
+def test_a_mixed_plan_survives_json() -> None:
+    plan = rewrite(four_layers()).plan
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_mixed_plan_lists_every_storage_once() -> None:
+    """Those that are made again are no longer saved, and are in the plan all the same, where they were."""
+    step = capture_toy("norms")
+    mixed, plain = rewrite(step).plan, rewrite(step, recompute=False).plan
+    assert mixed.recomputed
+    names = [storage.name for storage in mixed.storages]
+    assert len(set(names)) == len(names)
+    assert {storage.name for storage in plain.storages} <= set(names)
+    assert dataclasses.replace(mixed.peak_before, source="") == dataclasses.replace(plain.peak_before, source="")
+
+
+@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("options", [{"max_slowdown": 0.1}, {"max_slowdown": 5.0}, {"memory_budget_bytes": 1 << 13}])
+@pytest.mark.parametrize("disk", [1.0, 1e4, 1e9])
+def test_what_is_not_planned_for_could_not_have_won(
+    name: str, options: dict[str, Any], disk: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same plan, whether every proposal is planned for or only those that may win."""
+
+    def plan() -> str:
+        try:
+            return rewrite(capture_toy(name, partition=save_all), disk=disk, **options).plan.to_json()
+        except BudgetError as error:
+            return str(error)
+
+    found = plan()
+
+    def never(*arguments: object) -> bool:
+        return False
+
+    monkeypatch.setattr(pipeline, "_cannot_win", never)
+    assert found == plan()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
+    """Behind a plan, and behind an error."""
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        rewrite(capture_toy("mlp"))
+        assert gc.isenabled() == enabled
+        with pytest.raises(BudgetError):
+            rewrite(capture_toy("mlp"), memory_budget_bytes=1)
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()

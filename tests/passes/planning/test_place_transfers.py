@@ -1,0 +1,93 @@
+"""The fast planner against an exact one, and what must hold for every problem."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import layered_problem, seeded_problems, transfer_problems
+
+from ssdtrain_fx.passes.planning.place_transfers import (
+    Choice,
+    choose_all,
+    choose_cheapest,
+    choose_lowest_peak,
+    floor_bytes,
+)
+from ssdtrain_fx.passes.planning.simulate import live_bytes, simulate
+from ssdtrain_fx.passes.planning.solve_exactly import solve_exactly
+from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
+
+EXACT_HASTES = (1.0, 2.0, 4.0, math.inf)
+"""Without time in reserve, as the exact planner plans."""
+
+
+def keep_all_bytes(problem: TransferProblem) -> int:
+    return max(live_bytes(problem, {}), default=0)
+
+
+def assert_sound(problem: TransferProblem, choice: Choice) -> None:
+    by_idx = {movable.idx: movable for movable in problem.movables}
+    for idx, placement in choice.placements.items():
+        movable = by_idx[idx]
+        assert max(movable.complete, movable.earliest_release) <= placement.release <= problem.marker
+        assert problem.marker < placement.reload <= movable.wait
+    assert choice.simulation == simulate(problem, choice.placements)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(problem=transfer_problems(), max_slowdown=st.sampled_from([0.0, 0.02, 0.5]))
+def test_the_lowest_peak_keeps_its_promises(problem: TransferProblem, max_slowdown: float) -> None:
+    choice = choose_lowest_peak(problem, max_slowdown=max_slowdown)
+    assert_sound(problem, choice)
+    assert choice.simulation.exposed_s <= max_slowdown * problem.step_s
+    assert floor_bytes(problem) <= choice.peak_bytes <= keep_all_bytes(problem)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(problem=transfer_problems(), share=st.floats(0, 1))
+def test_a_budget_is_kept_or_cannot_be(problem: TransferProblem, share: float) -> None:
+    """Between the floor and everything in memory there is always a placement; below the floor there is none."""
+    floor, all_bytes = floor_bytes(problem), keep_all_bytes(problem)
+    choice = choose_cheapest(problem, budget_bytes=round(floor + share * (all_bytes - floor)))
+    assert choice is not None
+    assert_sound(problem, choice)
+    assert choice.peak_bytes <= round(floor + share * (all_bytes - floor))
+    if floor:
+        assert choose_cheapest(problem, budget_bytes=floor - 1) is None
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(problem=transfer_problems())
+def test_everything_moves_when_asked_to(problem: TransferProblem) -> None:
+    choice = choose_all(problem)
+    assert_sound(problem, choice)
+    assert len(choice.placements) == len(problem.movables)
+
+
+def test_a_fitting_budget_moves_nothing() -> None:
+    problem = layered_problem(6)
+    choice = choose_cheapest(problem, budget_bytes=keep_all_bytes(problem))
+    assert choice is not None
+    assert not choice.placements
+
+
+def test_within_three_percent_of_the_optimum() -> None:
+    """Of 200 random problems. The exact planner's clock is weaker than the simulation, so its placements count where
+    the simulation accepts them; in one problem of fifty the local search may end in a worse place.
+    """
+    ratios: list[float] = []
+    for problem in itertools.chain.from_iterable(
+        seeded_problems(50, max_movables=8, max_positions=40, seed=seed) for seed in range(4)
+    ):
+        choice = choose_lowest_peak(problem, max_slowdown=0.03, hastes=EXACT_HASTES)
+        exact = solve_exactly(problem, max_slowdown=0.03, relative_gap=0.001)
+        assert choice.peak_bytes >= exact.lower_bound_bytes * (1 - 1e-6)
+        if simulate(problem, exact.placements).exposed_s <= 0.03 * problem.step_s * (1 + 1e-6):
+            ratios.append(choice.peak_bytes / exact.peak_bytes if exact.peak_bytes else 1.0)
+    assert len(ratios) >= 150
+    ratios.sort()
+    assert ratios[math.ceil(0.98 * len(ratios)) - 1] <= 1.03
+    assert ratios[-1] <= 1.15

@@ -1,0 +1,359 @@
+"""The simulation, checked by hand: every number below can be followed with pencil and paper.
+
+Nodes take one second, and the disk moves 10 bytes in a second, unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import transfer_problems
+
+from ssdtrain_fx.hardware import Channel
+from ssdtrain_fx.passes.planning.place_transfers import place
+from ssdtrain_fx.passes.planning.simulate import (
+    Simulation,
+    host_bytes,
+    live_bytes,
+    peak_bytes,
+    simulate,
+    simulate_within,
+)
+from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Placement, Step, TransferProblem
+from ssdtrain_fx.testing import toy_hardware
+
+A = Movable(idx=0, size_bytes=20, start=0, complete=1, earliest_release=1, wait=9, end=10)
+B = Movable(idx=1, size_bytes=20, start=1, complete=2, earliest_release=2, wait=8, end=9)
+INSTANT = Channel(bytes_per_s=1e30)
+
+
+def problem(*movables: Movable, num_nodes: int = 10, **hardware: Any) -> TransferProblem:
+    """Ten nodes; forward is 0 to 4, the marker 5."""
+    return TransferProblem(
+        node_s=(1.0,) * num_nodes,
+        marker=5,
+        fixed_live_bytes=(1,) * num_nodes,
+        movables=movables,
+        hardware=dataclasses.replace(toy_hardware(10), **hardware),
+    )
+
+
+def test_nothing_moves() -> None:
+    result = simulate(problem(A, B), {})
+    assert result.step_s == 10
+    assert result.exposed_s == 0
+    assert result.live_bytes == (21, 41, 41, 41, 41, 41, 41, 41, 41, 21)
+
+
+def test_a_transfer_in_time_costs_nothing() -> None:
+    """Written from 1 to 3, read from 7 to 9."""
+    result = simulate(problem(A), {0: Placement(release=3, reload=7)})
+    assert result.step_s == 10
+    assert result.live_bytes == (21, 21, 21, 1, 1, 1, 1, 21, 21, 21)
+    assert (result.write_busy_s, result.read_busy_s) == (2, 2)
+    assert result.start_s == tuple(range(10))
+
+
+def test_a_release_waits_for_the_write() -> None:
+    """Written from 1 to 3, released at 2: one second of stall, and everything behind it starts later."""
+    result = simulate(problem(A), {0: Placement(release=2, reload=6)})
+    assert result.release_stall_s == {0: 1}
+    assert result.wait_stall_s == {}
+    assert result.exposed_s == result.stall_s == 1
+    assert result.start_s == (0, 1, 3, 4, 5, 6, 7, 8, 9, 10)
+
+
+def test_a_wait_waits_for_the_read() -> None:
+    """Asked for at once: the whole read is exposed."""
+    result = simulate(problem(A), {0: Placement(release=4, reload=9)})
+    assert result.wait_stall_s == {0: 2}
+    assert result.exposed_s == 2
+
+
+def test_writes_stand_in_line() -> None:
+    """A from 1 to 3, B from 3 to 5: releasing B at 3 waits for 2 seconds."""
+    result = simulate(problem(A, B), {0: Placement(3, 7), 1: Placement(3, 6)})
+    assert result.release_stall_s == {1: 2}
+
+
+def test_reads_stand_in_line() -> None:
+    """B from 6 to 8, A, asked for at 7, from 8 to 10, needed at 9."""
+    result = simulate(problem(A, B), {0: Placement(5, 7), 1: Placement(5, 6)})
+    assert result.wait_stall_s == {0: 1}
+
+
+def test_staging_lets_go_before_the_disk_has_written() -> None:
+    """20 bytes of staging hold all of A: it has left when it is copied, which takes no time here."""
+    assert simulate(problem(A, staging_bytes=20), {0: Placement(1, 7)}).exposed_s == 0
+    # B finds room for its last byte when the disk has taken 20 of 40 bytes: at 3.
+    result = simulate(problem(A, B, staging_bytes=20), {0: Placement(1, 7), 1: Placement(2, 6)})
+    assert result.release_stall_s == {1: 1}
+    assert result.staging_peak_bytes == 20
+
+
+def test_copies_on_the_compute_thread_take_its_time() -> None:
+    """A copy of 20 bytes takes 2 seconds out and 1 in; the ops half a second each. The write runs meanwhile."""
+    result = simulate(
+        problem(
+            A,
+            copies_block_compute=True,
+            staging_bytes=100,
+            copy_out=Channel(bytes_per_s=10),
+            copy_in=Channel(bytes_per_s=20),
+            offload_s=0.5,
+            reload_s=0.5,
+        ),
+        {0: Placement(1, 6)},
+    )
+    assert result.stall_s == 0
+    assert result.exposed_s == 2 + 0.5 + 1 + 0.5
+
+
+def test_copies_beside_compute_delay_only_the_release() -> None:
+    """The copy of A takes 2 seconds, from 1 to 3."""
+    result = simulate(
+        problem(A, staging_bytes=100, copy_out=Channel(bytes_per_s=10)), {0: Placement(release=2, reload=6)}
+    )
+    assert result.release_stall_s == {0: 1}
+
+
+def test_latency_counts_once_for_each_transfer() -> None:
+    slow = Channel(bytes_per_s=10, latency_s=0.5)
+    result = simulate(problem(A, write=slow, read=slow), {0: Placement(3, 7)})
+    assert result.release_stall_s == {0: 0.5}
+    assert result.wait_stall_s == {0: 0.5}  # asked for at 7.5, back at 10, needed at 9.5
+    assert (result.write_busy_s, result.read_busy_s) == (2.5, 2.5)
+
+
+def test_late_writes_and_reads_share_the_disk() -> None:
+    """A is queued at 1, 40 more bytes at 2: the disk writes until 7 if left alone. A is asked for at 6.
+
+    The last 10 bytes of the writes and 10 of A go together and take 2 seconds instead of 1; the other 10 take 1 more.
+    A is back at 9, where it is needed. Had it been asked for at 7, it would be back at 9 as well: alone, at full rate.
+    """
+    big = dataclasses.replace(B, size_bytes=40, wait=18, end=19)
+    placements = {0: Placement(1, 6), 1: Placement(2, 12)}
+    halves = simulate(problem(A, big, num_nodes=20, staging_bytes=100), placements)
+    assert halves.wait_stall_s == {}
+    less = simulate(problem(A, big, num_nodes=20, staging_bytes=100, share_when_both=0.4), placements)
+    assert less.wait_stall_s == {0: pytest.approx(0.5)}
+
+
+def test_what_is_still_in_staging_is_not_read() -> None:
+    """100 bytes from 2 on are written by 12; at 8 they are served from staging."""
+    big = dataclasses.replace(B, size_bytes=100)
+    result = simulate(problem(big, staging_bytes=100), {1: Placement(2, 8)})
+    assert result.forwarded_bytes == 100
+    assert result.read_busy_s == 0
+    assert result.exposed_s == 0
+
+
+# The host tier: staging of 100 bytes, copies of 10 bytes a second out and 20 back.
+
+
+def with_host(*movables: Movable, budget_bytes: int = 40, chunk_bytes: int = 1, **hardware: Any) -> TransferProblem:
+    staged: dict[str, Any] = {
+        "device": "toy GPU",
+        "staging_bytes": 100,
+        "copy_out": Channel(bytes_per_s=10),
+        "copy_in": Channel(bytes_per_s=20),
+    }
+    host = HostTier(budget_bytes=budget_bytes, chunk_bytes=chunk_bytes)
+    return dataclasses.replace(problem(*movables, **{**staged, **hardware}), host=host)
+
+
+def on_host(release: int, reload: int) -> Placement:
+    return Placement(release, reload, tier="host")
+
+
+def test_the_host_tier_costs_the_copies_only() -> None:
+    """Out from 1 to 3, back from 8 to 9; held from the offload until the wait, by the nodes 1 to 8."""
+    result = simulate(with_host(A), {0: on_host(3, 8)}, record=True)
+    assert result.exposed_s == 0
+    assert result.live_bytes == (21, 21, 21, 1, 1, 1, 1, 1, 21, 21)
+    assert (result.write_busy_s, result.read_busy_s, result.forwarded_bytes) == (0, 0, 0)
+    assert transfers(result, "copy_out") == [(0, 1, 3)]
+    assert transfers(result, "copy_in") == [(0, 8, 9)]
+    assert host_bytes(with_host(A), {0: on_host(3, 8)}) == (0, 20, 20, 20, 20, 20, 20, 20, 20, 0)
+    assert result.host_peak_bytes == result.staging_peak_bytes == 20
+
+
+def test_copies_to_the_host_tier_take_their_turn() -> None:
+    """A goes to the SSD, copied from 1 to 3; B to the host tier, from 3 to 5: releasing it at 3 waits for 2 seconds.
+    Had B not moved, or A neither, nothing would wait."""
+    result = simulate(with_host(A, B), {0: Placement(3, 7), 1: on_host(3, 6)})
+    assert result.release_stall_s == {1: 2}
+    assert simulate(with_host(A, B), {1: on_host(4, 6)}).exposed_s == 0
+
+
+def test_copies_back_stand_in_line_but_not_behind_reads() -> None:
+    """B is read from 6 to 8. A's copy is asked for at 7 and takes a second: it is over at 8, beside the read."""
+    result = simulate(with_host(A, B, copy_out=INSTANT), {0: on_host(5, 7), 1: Placement(5, 6)}, record=True)
+    assert transfers(result, "read") == [(1, 6, 8)]
+    assert transfers(result, "copy_in") == [(0, 7, 8)]
+    # Both by copies of 2 seconds: B's from 7 to 9, a second late at 8; A's asked for at 7 too, from 9 to 11, and needed
+    # when B is worked on, at 10.
+    slow = with_host(A, B, copy_out=INSTANT, copy_in=Channel(bytes_per_s=10))
+    result = simulate(slow, {0: on_host(5, 7), 1: on_host(5, 7)}, record=True)
+    assert transfers(result, "copy_in") == [(0, 7, 9), (1, 9, 11)]
+    assert result.wait_stall_s == {1: 3}
+
+
+def test_what_the_host_tier_holds_is_no_room_for_writes() -> None:
+    """Staging of 20. A fills it at 1 and stays; B, offloaded at 2, is written from 2 to 4 and has not left before."""
+    small = with_host(A, B, staging_bytes=20, copy_out=INSTANT)
+    result = simulate(small, {0: on_host(2, 7), 1: Placement(2, 6)})
+    assert result.release_stall_s == {1: 2}
+    assert result.staging_peak_bytes == 20
+    # The other way round: A is written from 1 to 3, and until then there is no room for B.
+    result = simulate(small, {0: Placement(1, 7), 1: on_host(2, 6)})
+    assert result.release_stall_s == {1: 1}
+
+
+def test_what_stays_on_the_host_leaves_the_disk_to_others() -> None:
+    """With B on the SSD too, A's read waits for its turn; see test_reads_stand_in_line."""
+    assert simulate(with_host(A, B, copy_out=INSTANT), {0: Placement(5, 7), 1: on_host(5, 7)}).exposed_s == 0
+
+
+def test_the_host_tier_gives_out_whole_pieces() -> None:
+    chunked = with_host(A, budget_bytes=32, chunk_bytes=16)
+    assert simulate(chunked, {0: on_host(3, 8)}).host_peak_bytes == 32
+    tier = HostTier(budget_bytes=32, chunk_bytes=16)
+    assert [tier.held_bytes(size_bytes) for size_bytes in (0, 1, 16, 17)] == [0, 16, 16, 32]
+
+
+def test_the_host_tier_holds_no_more_than_its_budget() -> None:
+    with pytest.raises(ValueError, match=r"for another problem: 40 in HostTier\(budget_bytes=39, chunk_bytes=1\)\."):
+        simulate(with_host(A, B, budget_bytes=39), {0: on_host(5, 7), 1: on_host(5, 7)})
+    with pytest.raises(ValueError, match="for another problem: no host tier, but storage 0 in it"):
+        simulate(problem(A), {0: on_host(5, 7)})
+
+
+@given(problem=transfer_problems(), draw=st.data())
+def test_tiers_change_channels_and_nothing_else(problem: TransferProblem, draw: st.DataObject) -> None:
+    """Whatever is in the host tier: bytes in tensors are the same, the SSD has the others alone, staging is kept."""
+    total_bytes = sum(movable.size_bytes for movable in problem.movables)
+    hardware = dataclasses.replace(problem.hardware, device="toy GPU", copies_block_compute=False)
+    hardware = dataclasses.replace(hardware, staging_bytes=total_bytes + hardware.staging_bytes)
+    problem = dataclasses.replace(problem, hardware=hardware, host=HostTier(budget_bytes=total_bytes))
+    placed = place(problem, problem.movables, 0.8)
+    staying = draw.draw(st.sets(st.sampled_from(sorted(placed))) if placed else st.just(set[int]()))
+    tiered = {idx: dataclasses.replace(one, tier="host" if idx in staying else "ssd") for idx, one in placed.items()}
+    result = simulate(problem, tiered, record=True)
+    assert result.live_bytes == simulate(problem, placed).live_bytes
+    ssd = [movable.size_bytes for movable in problem.movables if movable.idx not in staying]
+    assert result.write_busy_s == pytest.approx(sum(map(hardware.write.transfer_s, ssd)))
+    assert {one.idx for one in result.transfers if one.channel == "write"} == placed.keys() - staying
+    assert {idx for idx, _, _ in transfers(result, "copy_out")} == staying
+    assert {idx for idx, _, _ in transfers(result, "copy_in")} == staying
+    assert result.host_peak_bytes == max(host_bytes(problem, tiered), default=0)
+    assert result.staging_peak_bytes <= hardware.staging_bytes
+    released = {one.idx: one.end_s for one in result.events if one.step in (Step.RELEASE, Step.RELEASE_AT_ONCE)}
+    waited = {one.idx: one.end_s for one in result.events if one.step is Step.WAIT}
+    assert all(end_s <= released[idx] for idx, _, end_s in transfers(result, "copy_out"))
+    assert all(end_s <= waited[idx] for idx, _, end_s in transfers(result, "copy_in"))
+
+
+def transfers(result: Simulation, channel: str) -> list[tuple[int, float, float]]:
+    return [(one.idx, one.begin_s, one.end_s) for one in result.transfers if one.channel == channel]
+
+
+def test_transfers_are_told_with_their_times() -> None:
+    """A is written from 1 to 3, B behind it from 3 to 5; B is read from 6 to 8, A from 8 to 10: both wait."""
+    placements = {0: Placement(release=5, reload=7), 1: Placement(release=5, reload=6)}
+    result = simulate(problem(A, B), placements, record=True)
+    assert transfers(result, "write") == [(0, 1, 3), (1, 3, 5)]
+    assert transfers(result, "read") == [(1, 6, 8), (0, 8, 10)]
+
+
+def test_a_write_waits_for_its_turn_and_slows_down_beside_a_read() -> None:
+    """4 bytes a second: A is written from 1 to 6, B from 6 on, and A is read from 6 on too, each at half the rate."""
+    slow: dict[str, Any] = {"write": Channel(bytes_per_s=4), "read": Channel(bytes_per_s=4), "staging_bytes": 100}
+    result = simulate(
+        problem(A, B, **slow), {0: Placement(release=3, reload=6), 1: Placement(release=3, reload=8)}, record=True
+    )
+    assert transfers(result, "write") == [(0, 1, 6), (1, 6, 16)]
+    assert transfers(result, "read") == [(0, 6, 16), (1, 16, 21)]
+
+
+def test_what_is_still_in_staging_is_told_as_such() -> None:
+    result = simulate(
+        problem(A, staging_bytes=100, write=Channel(bytes_per_s=2)), {0: Placement(release=2, reload=7)}, record=True
+    )
+    assert transfers(result, "write") == [(0, 1, 11)]
+    assert transfers(result, "read") == []
+    ((_, begin_s, end_s),) = transfers(result, "staging")
+    assert (begin_s, end_s) == (7, pytest.approx(7))
+
+
+def test_stalls_are_told_with_the_op_that_they_belong_to() -> None:
+    """Released a second too early."""
+    result = simulate(problem(A), {0: Placement(release=2, reload=6)}, record=True)
+    assert [(one.step, one.begin_s, one.end_s) for one in result.events] == [
+        (Step.OFFLOAD, 1, 1),
+        (Step.RELEASE, 2, 3),
+        (Step.RELOAD, 7, 7),
+        (Step.WAIT, 10, 10),
+    ]
+
+
+@given(transfer_problems())
+def test_transfers_take_turns_and_add_up(random_problem: TransferProblem) -> None:
+    """On any machine: one write at a time, in order, none before its offload; and without sharing, as long as alone."""
+    placements = place(random_problem, random_problem.movables, 1.0)
+    result = simulate(random_problem, placements, record=True)
+    writes, reads = transfers(result, "write"), transfers(result, "read")
+    assert len(writes) == len(placements) == len(reads) + len(transfers(result, "staging"))
+    for channel in (writes, reads):
+        for (_, begin_s, end_s), (_, next_s, _) in itertools.pairwise(channel):
+            assert begin_s <= end_s <= next_s + 1e-9
+    offered_s = {one.idx: one.begin_s for one in result.events if one.step is Step.OFFLOAD}
+    assert all(begin_s >= offered_s[idx] - 1e-9 for idx, begin_s, _ in writes)
+    assert sum(end_s - begin_s for _, begin_s, end_s in writes) >= result.write_busy_s * (1 - 1e-9)
+    if random_problem.hardware.share_when_both == 1:
+        assert sum(end_s - begin_s for _, begin_s, end_s in writes) == pytest.approx(result.write_busy_s)
+        assert sum(end_s - begin_s for _, begin_s, end_s in reads) == pytest.approx(result.read_busy_s)
+    taken_s = sum(one.end_s - one.begin_s for one in result.events)
+    assert taken_s == pytest.approx(result.exposed_s, abs=1e-9)
+
+
+def test_nothing_is_told_unasked() -> None:
+    result = simulate(problem(A), {0: Placement(release=3, reload=7)})
+    assert (result.events, result.transfers) == ((), ())
+
+
+@given(transfer_problems(), st.sampled_from([0.8, 1.0, 4.0]), st.floats(0, 2), st.integers(0, 2**32))
+def test_giving_up_early_gives_up_on_nothing_that_is_allowed(
+    drawn: TransferProblem, haste: float, share: float, seed: int
+) -> None:
+    """Asked for at most some exposed time, the simulation answers exactly where the full one stays within it."""
+    chosen = random.Random(seed).sample(drawn.movables, k=len(drawn.movables) // 2)
+    placements = place(drawn, chosen, haste)
+    full = simulate(drawn, placements)
+    for allowed_s in (share * full.exposed_s, full.exposed_s):
+        found = simulate_within(drawn, placements, allowed_s=allowed_s)
+        assert found == (full if full.exposed_s <= allowed_s else None)
+
+
+@given(transfer_problems(), st.integers(0, 2**32))
+def test_live_bytes_count_what_is_there(drawn: TransferProblem, seed: int) -> None:
+    """Position by position, storage by storage."""
+    placements = place(drawn, random.Random(seed).sample(drawn.movables, k=len(drawn.movables) // 2), 1.0)
+
+    def is_there(movable: Movable, position: int) -> bool:
+        placement = placements.get(movable.idx)
+        away = placement is not None and placement.release <= position < placement.reload
+        return movable.start <= position < movable.end and not away
+
+    expected = tuple(
+        fixed + sum(movable.size_bytes for movable in drawn.movables if is_there(movable, position))
+        for position, fixed in enumerate(drawn.fixed_live_bytes)
+    )
+    assert live_bytes(drawn, placements) == expected
+    assert peak_bytes(drawn, placements) == max(expected)

@@ -1,0 +1,225 @@
+"""The host tier in a plan: never worse than without it, never above its budget, and against every other filling."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import MIB, layered_problem, make_hardware, transfer_problems
+
+from ssdtrain_fx import OffloadConfig
+from ssdtrain_fx.hardware import Channel, Hardware
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD
+from ssdtrain_fx.passes.planning.place_transfers import Choice, choose_all, choose_cheapest, choose_lowest_peak
+from ssdtrain_fx.passes.planning.plan import Offload, Plan
+from ssdtrain_fx.passes.planning.simulate import host_bytes, simulate
+from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Placement, Placements, TransferProblem
+from ssdtrain_fx.passes.planning.use_host_tier import use_host_tier
+from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES
+from ssdtrain_fx.testing import analyse, assert_same_bits, calls, capture_toy, save_all, toy_hardware
+
+
+def moved_bytes(problem: TransferProblem) -> int:
+    return sum(movable.size_bytes for movable in problem.movables)
+
+
+def on_gpu(problem: TransferProblem, *, staging_bytes: int, host: HostTier) -> TransferProblem:
+    hardware = dataclasses.replace(
+        problem.hardware, device="toy GPU", copies_block_compute=False, staging_bytes=staging_bytes
+    )
+    return dataclasses.replace(problem, hardware=hardware, host=host)
+
+
+@st.composite
+def gpu_problems(draw: st.DrawFn) -> TransferProblem:
+    """Budgets from nothing to everything, staging that is as large or larger, and pieces of any size."""
+    problem = draw(transfer_problems())
+    budget_bytes = round(draw(st.floats(0, 1.2)) * moved_bytes(problem))
+    chunk_bytes = draw(st.sampled_from([1, 4096, 2 * MIB]))
+    host = HostTier(budget_bytes=budget_bytes, chunk_bytes=chunk_bytes)
+    return on_gpu(problem, staging_bytes=round(budget_bytes * draw(st.sampled_from([1, 8 / 7, 2]))), host=host)
+
+
+def without_host(problem: TransferProblem) -> TransferProblem:
+    return dataclasses.replace(problem, host=None)
+
+
+def written_bytes(problem: TransferProblem, placements: Placements) -> int:
+    return sum(
+        movable.size_bytes
+        for movable in problem.movables
+        if movable.idx in placements and placements[movable.idx].tier == "ssd"
+    )
+
+
+def assert_not_worse(problem: TransferProblem, tiered: Choice, plain: Choice) -> None:
+    assert tiered.peak_bytes <= plain.peak_bytes
+    assert tiered.simulation.exposed_s <= plain.simulation.exposed_s + 1e-9 * problem.step_s
+    assert problem.host is not None
+    assert max(host_bytes(problem, tiered.placements), default=0) <= problem.host.budget_bytes
+    assert tiered.simulation == simulate(problem, tiered.placements)
+    by_idx = {movable.idx: movable for movable in problem.movables}
+    for idx, placement in tiered.placements.items():
+        movable = by_idx[idx]
+        assert max(movable.complete, movable.earliest_release) <= placement.release <= problem.marker
+        assert problem.marker < placement.reload <= movable.wait
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(problem=gpu_problems(), max_slowdown=st.sampled_from([0.0, 0.01, 0.1, 1.0]))
+def test_never_worse_than_without(problem: TransferProblem, max_slowdown: float) -> None:
+    plain = choose_lowest_peak(without_host(problem), max_slowdown=max_slowdown)
+    assert_not_worse(problem, use_host_tier(problem, plain, may_move_others=True), plain)
+    same = use_host_tier(problem, plain)
+    assert_not_worse(problem, same, plain)
+    assert same.placements.keys() == plain.placements.keys()
+    assert_not_worse(problem, use_host_tier(problem, plain, time_first=True), plain)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(problem=gpu_problems(), share=st.floats(0, 1))
+def test_never_worse_under_a_budget(problem: TransferProblem, share: float) -> None:
+    plain = choose_all(without_host(problem))
+    assert use_host_tier(problem, plain).placements.keys() == plain.placements.keys()
+    most_bytes = max(simulate(problem, {}).live_bytes)
+    budget_bytes = round(plain.peak_bytes + share * (most_bytes - plain.peak_bytes))
+    cheapest = choose_cheapest(without_host(problem), budget_bytes=budget_bytes)
+    assert cheapest is not None
+    tiered = use_host_tier(problem, cheapest, time_first=True)
+    assert_not_worse(problem, tiered, cheapest)
+    assert tiered.peak_bytes <= budget_bytes
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    waits=st.lists(st.integers(8, 14), min_size=1, max_size=6),
+    capacity=st.integers(0, 7),
+    disk_bytes_per_s=st.sampled_from([2.0, 8.0, 100.0]),
+)
+def test_of_all_fillings_of_equal_sizes_none_writes_less(
+    waits: list[int], capacity: int, disk_bytes_per_s: float
+) -> None:
+    """Six storages of 8 bytes at most, one made by each node; a copy takes no time and staging is never short.
+
+    By brute force over all fillings at the same positions: of those that the simulation finds no worse, none writes
+    less, unless the chosen one has a lower peak.
+    """
+    problem = TransferProblem(
+        node_s=(1.0,) * 16,
+        marker=7,
+        fixed_live_bytes=(1,) * 16,
+        movables=tuple(
+            Movable(idx=at, size_bytes=8, start=at, complete=at + 1, earliest_release=at + 1, wait=wait, end=wait + 1)
+            for at, wait in enumerate(waits)
+        ),
+        hardware=make_hardware(
+            device="toy GPU",
+            write=Channel(bytes_per_s=disk_bytes_per_s),
+            read=Channel(bytes_per_s=disk_bytes_per_s),
+            staging_bytes=1000,
+        ),
+        host=HostTier(budget_bytes=8 * capacity),
+    )
+    plain = choose_all(without_host(problem))
+    tiered = use_host_tier(problem, plain)
+    assert_not_worse(problem, tiered, plain)
+    least_bytes = written_bytes(problem, plain.placements)
+    for held in itertools.product((False, True), repeat=len(waits)):
+        if sum(held) <= capacity:
+            filled: dict[int, Placement] = {
+                idx: dataclasses.replace(placement, tier="host" if held[idx] else "ssd")
+                for idx, placement in plain.placements.items()
+            }
+            if simulate(problem, filled).exposed_s <= plain.simulation.exposed_s:
+                least_bytes = min(least_bytes, written_bytes(problem, filled))
+    assert tiered.peak_bytes < plain.peak_bytes or written_bytes(problem, tiered.placements) == least_bytes
+
+
+@pytest.mark.parametrize("hidden", [0.2, 0.5, 1.0])
+def test_a_layered_network_writes_less_and_fits_more(hidden: float) -> None:
+    """48 layers, and host memory for half of what they save."""
+    layers = layered_problem(48, hidden=hidden)
+    budget_bytes = moved_bytes(layers) // 2
+    host = HostTier(budget_bytes=budget_bytes, chunk_bytes=2 * MIB)
+    problem = on_gpu(layers, staging_bytes=budget_bytes * 8 // 7, host=host)
+    plain = choose_lowest_peak(without_host(problem), max_slowdown=0.01)
+    tiered = use_host_tier(problem, plain, may_move_others=True)
+    assert_not_worse(problem, tiered, plain)
+    assert written_bytes(problem, tiered.placements) < 0.7 * written_bytes(problem, plain.placements)
+    if hidden < 1:  # then the SSD had been short of time
+        assert tiered.peak_bytes < 0.7 * plain.peak_bytes
+
+
+def test_what_is_needed_soonest_stays() -> None:
+    plan = deep_plan(host_bytes=2048 * 2)
+    assert [storage.name for storage in plan.on_host] == [storage.name for storage in plan.offloaded[-2:]]
+    assert plan.host_peak_bytes == 2048 * 2
+    assert plan.written_bytes == plan.offloaded_bytes - 2048 * 2
+
+
+def deep_plan(host_bytes: int) -> Plan:
+    """Seven saved storages of 2 KiB or less, all moved; a disk that is in no hurry."""
+    return analyse(capture_toy("deep", partition=save_all), min_tensor_bytes=2048).plan(
+        policy="all", disk=1e9, host_bytes=host_bytes
+    )
+
+
+def test_the_decision_says_its_tier_and_survives_json() -> None:
+    plan = deep_plan(host_bytes=2048 * 2)
+    assert Plan.from_json(plan.to_json()) == plan
+    tiers = [storage.decision.tier for storage in plan.offloaded if isinstance(storage.decision, Offload)]
+    assert tiers == ["ssd"] * (len(tiers) - 2) + ["host"] * 2
+    assert all(storage.decision.reason.startswith("in host memory between") for storage in plan.on_host)
+    assert deep_plan(host_bytes=0).on_host == ()
+
+
+def test_the_ops_say_what_stays_and_when_it_comes_back() -> None:
+    """The same bits too: the engine may do with it what it likes."""
+    step = capture_toy("deep", partition=save_all)
+    analysis = analyse(step, min_tensor_bytes=2048)
+    plan = analysis.plan(policy="all", disk=1e9, host_bytes=2048 * 2)
+    joint = analysis.rewrite(plan)
+    offloads = calls(joint.graph, OFFLOAD)
+    count = len(offloads)
+    assert [node.kwargs.get("host", False) for node in offloads] == [False] * (count - 2) + [True] * 2
+    # Backward needs last what forward made first.
+    assert [node.kwargs["reload_order"] for node in offloads] == list(reversed(range(count)))
+    assert_same_bits(step.run(joint), step.run())
+
+
+def test_ops_for_a_cpu_are_told_only_which_is_the_first() -> None:
+    analysis = analyse(capture_toy("deep", partition=save_all), min_tensor_bytes=2048)
+    joint = analysis.rewrite(analysis.plan(policy="all", disk=1e9))
+    first, *others = (node.kwargs for node in calls(joint.graph, OFFLOAD))
+    assert others == [{}] * len(others)
+    assert first == {"first": True}
+
+
+# Where there is one
+
+
+@pytest.mark.parametrize(
+    "hardware",
+    [toy_hardware(), toy_hardware(copies_block_compute=True), toy_hardware(device="a CPU", copies_block_compute=True)],
+)
+def test_a_cpu_has_no_host_tier(hardware: Hardware) -> None:
+    config = OffloadConfig(hardware=hardware, host_budget_bytes=1 << 30)
+    assert config.host_tier(hardware) is None
+    assert config.load_hardware("cpu") == hardware
+
+
+def test_a_gpu_has_what_is_left_of_its_staging() -> None:
+    """Of 64 MiB, 8 are left to what is on its way."""
+    gpu = toy_hardware(device="toy GPU", staging_bytes=64 * MIB)
+    assert OffloadConfig().host_tier(gpu) == HostTier(budget_bytes=56 * MIB, chunk_bytes=CHUNK_BYTES)
+    assert OffloadConfig(io="kvikio").host_tier(gpu) is None, "past the staging, nothing can stay in it"
+
+
+def test_the_planner_knows_the_host_budget_of_a_gpu() -> None:
+    config = OffloadConfig(hardware=toy_hardware(device="toy GPU"), host_budget_bytes=16 * MIB)
+    found = config.load_hardware("cuda")
+    assert found == toy_hardware(device="toy GPU", staging_bytes=16 * MIB)
+    assert config.host_tier(found) == HostTier(budget_bytes=14 * MIB, chunk_bytes=CHUNK_BYTES)

@@ -1,0 +1,559 @@
+"""What stays in memory because the disk would hold up the step, and that it comes back untouched.
+
+Time is a clock that the tests move, or that the fake disk moves with every transfer: nothing depends on real time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from runtime_fakes import FakeCuda, MemoryFile, fetch, open_engine
+from torch import Tensor
+
+from ssdtrain_fx.runtime.book.admission import BALANCE_LIMIT_S, MIN_STALL_SHARE, Admission
+from ssdtrain_fx.runtime.book.ledger import Entry, Fill, Ledger
+from ssdtrain_fx.runtime.book.traffic import HALF_LIFE_BYTES, Direction, RateMeter, Traffic
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.engines import Engines
+from ssdtrain_fx.runtime.handles.tickets import Tickets
+from ssdtrain_fx.runtime.memory.movers import CpuMover
+from ssdtrain_fx.runtime.policy.stalls import Stalls
+
+CHUNK_BYTES = 4096
+CHUNK = CHUNK_BYTES // 8
+"""Elements of a chunk."""
+X = torch.arange(3 * CHUNK)
+
+
+class HandClock:
+    """Stands still until it is moved; any thread may do that."""
+
+    def __init__(self) -> None:
+        self._now_s = 100.0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> float:
+        return self._now_s
+
+    def move(self, seconds: float) -> None:
+        with self._lock:
+            self._now_s += seconds
+
+
+class SlowFile(MemoryFile):
+    """Every transfer moves the clock; one at a time, as a disk that is its own bottleneck does it."""
+
+    def __init__(self, clock: HandClock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.write_s = self.read_s = 0.0
+        self._turn = threading.Lock()
+
+    def write(self, data: memoryview, offset_bytes: int) -> None:
+        with self._turn:
+            super().write(data, offset_bytes)
+            self.clock.move(self.write_s)
+
+    def read(self, data: memoryview, offset_bytes: int) -> None:
+        with self._turn:
+            super().read(data, offset_bytes)
+            self.clock.move(self.read_s)
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture(params=["aio", "threads", "cuda"])
+def file(request: pytest.FixtureRequest, clock: HandClock) -> SlowFile:
+    file = SlowFile(clock)
+    file.direct = request.param == "aio"
+    file.cuda = FakeCuda() if request.param == "cuda" else None
+    return file
+
+
+@contextlib.contextmanager
+def engine_on(file: SlowFile, *, max_stall_share: float | None = 0.01) -> Iterator[Engine]:
+    """Two staging buffers of 4096 bytes."""
+    config = EngineConfig(ssd_dir="/tmp", max_stall_share=max_stall_share, host_budget_bytes=2 * CHUNK_BYTES)
+    with open_engine(file, config, file.clock) as engine:
+        try:
+            yield engine
+        finally:
+            file.writes_may_go_on.set()
+            file.reads_may_go_on.set()
+
+
+def spend_all(engine: Engine) -> None:
+    """From here on no stall is allowed."""
+    engine._ledger.admission.charge(engine._ledger.admission.patience_s())
+
+
+# -- the account -------------------------------------------------------------------------------------------------------
+
+
+def test_the_balance_pays_for_stalls_and_grows_with_time(clock: HandClock) -> None:
+    admission = Admission(0.1, clock)
+    assert admission.patience_s() == BALANCE_LIMIT_S
+    admission.charge(BALANCE_LIMIT_S)
+    assert admission.patience_s() == 0
+    assert admission.admits(0.0)
+    assert not admission.admits(0.001)
+    clock.move(1.0)
+    assert admission.patience_s() == pytest.approx(0.1)
+    assert admission.admits(0.099)
+    assert not admission.admits(0.101)
+    clock.move(1000.0)
+    assert admission.patience_s() == BALANCE_LIMIT_S
+
+
+def test_a_full_balance_pays_for_anything_and_a_debt_is_repaid(clock: HandClock) -> None:
+    admission = Admission(0.1, clock)
+    assert admission.admits(100.0)
+    admission.charge(2 * BALANCE_LIMIT_S)
+    assert admission.patience_s() == 0
+    assert not admission.admits(0.0)  # in debt nothing moves: predictions were wrong
+    clock.move(10 * BALANCE_LIMIT_S)
+    assert admission.admits(0.0)
+
+
+def test_a_prediction_that_did_not_come_true_is_given_back(clock: HandClock) -> None:
+    admission = Admission(0.1, clock)
+    admission.charge(0.3)
+    admission.charge(-0.3)
+    assert admission.patience_s() == BALANCE_LIMIT_S
+
+
+def test_even_without_any_allowance_the_disk_is_tried_again(clock: HandClock) -> None:
+    admission = Admission(0.0, clock)
+    admission.charge(BALANCE_LIMIT_S)
+    clock.move(BALANCE_LIMIT_S / MIN_STALL_SHARE + 1)
+    assert admission.admits(100.0)
+
+
+def test_without_a_limit_everything_is_admitted(clock: HandClock) -> None:
+    admission = Admission(None, clock)
+    admission.charge(1e9)
+    assert admission.admits(1e9)
+    assert admission.patience_s() == float("inf")
+
+
+# -- rates -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rate_is_that_of_the_disk_however_many_transfers_share_it() -> None:
+    """Two at a time, each 1000 bytes in 2 s: the disk takes 1000 bytes per second."""
+    meter = RateMeter()
+    assert meter.bytes_per_s is None
+    assert meter.s_per_byte == 0
+    meter.note(1000, 2.0, 2, busy=True)
+    assert meter.bytes_per_s == pytest.approx(1000)
+    assert meter.s_per_byte == pytest.approx(0.001)
+
+
+def test_an_idle_disk_tells_only_that_it_is_at_least_so_fast() -> None:
+    meter = RateMeter()
+    meter.note(1000, 1.0, 1, busy=False)
+    assert meter.bytes_per_s is None
+    meter.note(1000, 1.0, 2, busy=True)
+    meter.note(1000, 4.0, 1, busy=False)
+    assert meter.bytes_per_s == pytest.approx(2000)
+    meter.note(2000, 0.5, 1, busy=False)
+    assert (meter.bytes_per_s or 0) > 2000
+
+
+def test_a_rate_follows_the_disk() -> None:
+    meter = RateMeter()
+    for _ in range(8):
+        meter.note(HALF_LIFE_BYTES, 1.0, 2, busy=True)
+    for _ in range(8):
+        meter.note(HALF_LIFE_BYTES, 10.0, 2, busy=True)
+    assert meter.bytes_per_s == pytest.approx(2 * HALF_LIFE_BYTES / 10, rel=0.01)
+
+
+def test_transfers_in_both_directions_tell_nothing(clock: HandClock) -> None:
+    traffic = Traffic(clock)
+    first, second = traffic.begin(Direction.WRITE), traffic.begin(Direction.WRITE)
+    read = traffic.begin(Direction.READ)
+    clock.move(1.0)
+    traffic.end(first, 1000, clock(), busy_with=1)
+    traffic.end(read, 1000, clock(), busy_with=1)
+    traffic.end(second, 0, clock(), busy_with=1)  # it failed
+    assert all(meter.bytes_per_s is None for meter in traffic.meters)
+    traffic.end(traffic.begin(Direction.READ), 1000, clock() + 0.5, busy_with=1)
+    assert traffic.meters[Direction.READ].bytes_per_s == pytest.approx(2000)
+
+
+def test_a_transfer_that_waits_its_turn_tells_the_rate_by_all_the_bytes_in_front_of_it(clock: HandClock) -> None:
+    """1000 bytes per second: a long one takes 3 s, a short one behind it ends after 4. Taken for its own bytes alone,
+    the short one would be four times too slow."""
+    traffic = Traffic(clock)
+    long = traffic.begin(Direction.WRITE, 3000)
+    short = traffic.begin(Direction.WRITE, 1000)
+    clock.move(3.0)
+    traffic.end(long, 3000, clock(), busy_with=1)
+    assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
+    clock.move(1.0)
+    traffic.end(short, 1000, clock(), busy_with=1)
+    assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
+    clock.move(100.0)
+    broken = traffic.begin(Direction.WRITE, 1000)
+    clock.move(1.0)
+    traffic.end(broken, 10, clock(), busy_with=1)  # cut short: where the rest of the time went, nobody knows
+    alone = traffic.begin(Direction.WRITE, 1000)  # what has ended is no more in front of it
+    clock.move(1.0)
+    traffic.end(alone, 1000, clock(), busy_with=1)
+    assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
+
+
+def test_an_end_that_was_noticed_late_can_only_make_the_disk_faster(clock: HandClock) -> None:
+    """1000 bytes per second, seen as 100 during a hiccup. What is found to be over 4 s later says: at least 250."""
+    traffic = Traffic(clock)
+    meter = traffic.meters[Direction.WRITE]
+    hiccup = traffic.begin(Direction.WRITE, 1000)
+    clock.move(10.0)
+    traffic.end(hiccup, 1000, clock(), busy_with=1)
+    assert meter.bytes_per_s == pytest.approx(100)
+    for _ in range(60):
+        late = traffic.begin(Direction.WRITE, HALF_LIFE_BYTES)
+        clock.move(HALF_LIFE_BYTES / 250)
+        traffic.end(late, HALF_LIFE_BYTES, clock(), busy_with=float("inf"))
+    assert meter.bytes_per_s == pytest.approx(250)
+    later = traffic.begin(Direction.WRITE, 1000)
+    clock.move(1000.0)
+    traffic.end(later, 1000, clock(), busy_with=float("inf"))
+    assert meter.bytes_per_s == pytest.approx(250)
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+def test_a_release_that_may_not_wait_keeps_the_tensor(file: SlowFile) -> None:
+    """Writes are held and two of three chunks fit into staging: the third cannot leave, and nobody waits for it.
+
+    The owner then overwrites its tensor, as compiled code may.
+    """
+    with engine_on(file) as engine:
+        spend_all(engine)
+        file.writes_may_go_on.clear()
+        x = X.clone()
+        token = engine.release(engine.offload(x, "x"), x)
+        x.fill_(1)
+        assert torch.equal(fetch(engine, token, X), X)
+        statistics = engine.statistics()
+        assert (statistics.offloads, statistics.reloads, statistics.kept_for_time) == (1, 1, 1)
+        assert statistics.kept_for_time_bytes == X.nbytes
+        file.writes_may_go_on.set()
+        engine.wait_until_idle()
+        assert file.read_count == 0
+        assert file.write_count <= 2  # what had begun
+        assert engine._ledger.counters.unwritten_bytes == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_its_own_stays_where_it_is(file: SlowFile, late: bool) -> None:
+    with engine_on(file) as engine:
+        engine._ledger.admission.admits = lambda stall_s: False  # type: ignore[method-assign]
+        x = X.clone()
+        address = x.data_ptr()
+        token = engine.release(engine.offload(x, "x"), x, late=late, own=True)
+        del x
+        y = fetch(engine, token, X)
+        assert y.data_ptr() == address
+        assert torch.equal(y, X)
+        assert engine.statistics().kept_for_time == 1
+
+
+def test_a_small_part_of_something_large_is_copied_all_the_same(file: SlowFile) -> None:
+    """Else the engine would hold all of it."""
+    with engine_on(file) as engine:
+        engine._ledger.admission.admits = lambda stall_s: False  # type: ignore[method-assign]
+        whole = torch.zeros(2 * len(X), dtype=X.dtype)
+        x = whole[: len(X)].copy_(X)
+        token = engine.release(engine.offload(x, "x"), x, own=True)
+        whole.fill_(1)
+        assert torch.equal(fetch(engine, token, X), X)
+
+
+def test_a_release_waits_for_as_long_as_stalls_are_allowed(file: SlowFile) -> None:
+    """Three chunks of 0.1 s each, two staging buffers, and half a second to spend: everything is moved."""
+    with engine_on(file) as engine:
+        file.write_s = 0.1
+        x = X.clone()
+        token = engine.release(engine.offload(x, "x"), x)
+        x.fill_(1)
+        engine.wait_until_idle()
+        assert engine.statistics().kept_for_time == 0
+        assert file.write_count == 3
+        assert torch.equal(fetch(engine, token, X), X)
+
+
+ANY_LANE: Any = SimpleNamespace(mover=CpuMover())
+
+
+class LaneThatTakesASecond:
+    """For every chunk of one entry, on its way out and back."""
+
+    def __init__(self, clock: HandClock, entry: Entry, fill: Fill) -> None:
+        self.clock, self.entry, self.fill = clock, entry, fill
+
+    def hurry(self, fill: Fill) -> None:
+        pass
+
+    def wait_for_progress(self, timeout_s: float) -> bool:
+        self.clock.move(1.0)
+        self.entry.uncopied = max(0, self.entry.uncopied - 1)
+        self.fill.unissued = max(0, self.fill.unissued - 1)
+        return True
+
+
+@pytest.mark.parametrize(("planned_s", "expected_s"), [(0.0, 3.0), (1.0, 2.0), (3.0, 0.0), (9.0, 0.0)])
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_a_stall_costs_what_goes_beyond_the_plan(
+    clock: HandClock, direction: str, planned_s: float, expected_s: float
+) -> None:
+    """Three chunks of a second each are waited for."""
+    ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
+    charged: list[float] = []
+    ledger.admission.charge = charged.append  # type: ignore[method-assign]
+    ledger.admission.patience_s = lambda: 9.0  # type: ignore[method-assign]
+    stalls = Stalls(ledger, None, clock, lambda: "")
+    entry = Entry(X, "x", X, X.nbytes, ANY_LANE)
+    entry.uncopied, entry.prepaid_s = 3, planned_s
+    fill = Fill(entry, X.clone(), None, None)
+    fill.unissued = 3
+    lane: Any = LaneThatTakesASecond(clock, entry, fill)
+    if direction == "out":
+        stalls.wait_until_copied(lane, entry, [entry])
+        assert ledger.counters.release_stall_s == pytest.approx(3.0)
+    else:
+        assert stalls.wait_until_filled(lane, fill) is None
+        assert ledger.counters.wait_stall_s == pytest.approx(3.0)
+    assert charged == [pytest.approx(expected_s)]
+    assert entry.prepaid_s == max(0.0, planned_s - 3.0)
+
+
+@pytest.mark.parametrize(("planned_s", "stays"), [(3.0, False), (1.5, True)])
+def test_with_nothing_to_spend_a_release_waits_as_long_as_planned(
+    clock: HandClock, planned_s: float, stays: bool
+) -> None:
+    ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
+    ledger.admission.charge(ledger.admission.patience_s())
+    entry = Entry(X, "x", X, X.nbytes, ANY_LANE)
+    entry.uncopied, entry.prepaid_s = 3, planned_s
+    lane: Any = LaneThatTakesASecond(clock, entry, Fill(entry, X.clone(), None, None))
+    Stalls(ledger, None, clock, lambda: "").wait_until_copied(lane, entry, [entry])
+    assert entry.stays == stays
+
+
+def test_what_the_plan_waits_for_is_admitted_step_after_step(file: SlowFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes and reads of 1 s each, with nothing to spend but what the plan waits, and nothing of it is lost.
+
+    The plan has twice the time, since the engine does not always see at once that a transfer is over.
+    """
+    with engine_on(file, max_stall_share=MIN_STALL_SHARE) as engine:
+        wait_for_progress = engine._stalls.wait_for_progress
+
+        def begin_to_wait(*arguments: Any) -> None:
+            file.writes_may_go_on.set()
+            file.reads_may_go_on.set()
+            wait_for_progress(*arguments)
+
+        monkeypatch.setattr(engine._stalls, "wait_for_progress", begin_to_wait)
+        file.write_s = file.read_s = 1.0
+        observe(engine, write_s=1.0, read_s=1.0)
+        spend_all(engine)
+        for step in range(1, 4):
+            file.writes_may_go_on.clear()
+            x = X.clone()
+            token = engine.release(engine.offload(x, "x", out_s=6.0, back_s=6.0, stall_s=6.0), x)
+            x.fill_(1)
+            engine.wait_until_idle()
+            file.reads_may_go_on.clear()
+            assert torch.equal(fetch(engine, token, X), X)
+            del token
+            statistics = engine.statistics()  # buries what has died
+            assert min(statistics.release_stall_s, statistics.wait_stall_s) >= step
+            assert engine._ledger.admission.admits(0.0)
+        assert statistics.kept_for_time == 0
+        assert file.write_count == 9
+
+
+def observe(engine: Engine, *, write_s: float = 0.0, read_s: float = 0.0) -> None:
+    """As if the disk had been seen to take that long for a chunk."""
+    meters = engine._ledger.traffic.meters
+    meters[Direction.WRITE].note(CHUNK_BYTES, write_s, 1, busy=True)
+    meters[Direction.READ].note(CHUNK_BYTES, read_s, 1, busy=True)
+
+
+def test_a_disk_slower_than_planned_is_not_given_more_than_the_allowance(file: SlowFile) -> None:
+    """1 s per chunk, and half a second planned for three of them, of which one may stay in staging: 1.5 s too much."""
+    with engine_on(file, max_stall_share=0.1) as engine:
+        observe(engine, write_s=1.0)
+        spend_all(engine)
+        tokens: list[Tensor] = []
+
+        def moves(out_s: float | None) -> bool:
+            before = file.write_count
+            x = X.clone()
+            token = engine.offload(x, "x", out_s=out_s, back_s=10.0)
+            engine.wait_until_idle()  # as if as much time went by as was planned
+            tokens.append(engine.release(token, x))
+            x.fill_(1)
+            return file.write_count == before + 3
+
+        assert not moves(0.5)
+        assert not moves(0.5)
+        assert engine.statistics().kept_for_time == 2
+        assert moves(1.0)  # two chunks in staging, the third one gone
+        assert moves(None)  # no plan, no verdict
+        file.clock.move(BALANCE_LIMIT_S / 0.1)
+        assert moves(0.5)  # the disk is tried again ...
+        observe(engine, write_s=1.0)
+        engine._ledger.admission.charge(BALANCE_LIMIT_S)
+        assert not moves(0.5)  # ... and it does not do it
+        assert engine.statistics().kept_for_time == 3
+        for token in tokens:
+            assert torch.equal(fetch(engine, token, X), X)
+
+
+def test_a_disk_that_reads_slowly_gets_nothing_either(file: SlowFile) -> None:
+    """Reads take 1 s per chunk, where the plan has 0.1 s for all three."""
+    with engine_on(file) as engine:
+        observe(engine, read_s=1.0)
+        spend_all(engine)
+        x = X.clone()
+        token = engine.release(engine.offload(x, "x", out_s=1.0, back_s=0.1), x)
+        assert file.write_count == 0
+        assert engine.statistics().kept_for_time == 1
+        assert torch.equal(fetch(engine, token, X), X)
+
+
+def test_what_is_queued_already_counts(file: SlowFile) -> None:
+    """Nothing is predicted to stall for a first tensor; behind it, the same tensor would have to wait."""
+    with engine_on(file) as engine:
+        observe(engine, write_s=1.0)
+        spend_all(engine)
+        file.writes_may_go_on.clear()
+        x, y = X.clone(), X.clone()
+        tokens = [engine.offload(x, "x", out_s=2.0, back_s=9.0), engine.offload(y, "y", out_s=2.0, back_s=9.0)]
+        assert engine.statistics().kept_for_time == 1
+        tokens = [engine.release(token, tensor) for token, tensor in zip(tokens, (x, y), strict=True)]
+        assert engine.statistics().kept_for_time == 2  # the first one could not leave in time either
+        assert torch.equal(fetch(engine, tokens[0], X), X)
+        assert torch.equal(fetch(engine, tokens[1], X), X)
+
+
+def test_the_threads_time_their_transfers(clock: HandClock) -> None:
+    """1 s for each write and 2 s for each read, one at a time."""
+    file = SlowFile(clock)
+    file.write_s, file.read_s = 1.0, 2.0
+    with engine_on(file, max_stall_share=None) as engine:
+        engine._lane("cpu").busy_with = 1  # both threads may or may not be at it
+        x = X.clone()
+        token = engine.release(engine.offload(x, "x"), x)
+        engine.wait_until_idle()
+        fetch(engine, token, X)
+        statistics = engine.statistics()
+        assert statistics.write_bytes_per_s == pytest.approx(CHUNK_BYTES, rel=0.5)
+        assert statistics.read_bytes_per_s == pytest.approx(CHUNK_BYTES / 2, rel=0.5)
+
+
+@pytest.mark.parametrize("max_stall_share", [None, 0.01])
+def test_without_a_limit_everything_is_moved(file: SlowFile, max_stall_share: float | None) -> None:
+    with engine_on(file, max_stall_share=max_stall_share) as engine:
+        spend_all(engine) if max_stall_share is not None else None
+        engine._ledger.traffic.meters[Direction.WRITE].note(1, 1e6, 1, busy=True)
+        x = X.clone()
+        token = engine.release(engine.offload(x, "x", out_s=0.0, back_s=0.0), x)
+        engine.wait_until_idle()
+        assert file.write_count == (3 if max_stall_share is None else 0)
+        assert torch.equal(fetch(engine, token, X), X)
+
+
+def test_slots_and_memory_of_a_tensor_that_stayed_are_given_back(file: SlowFile) -> None:
+    with engine_on(file) as engine:
+        spend_all(engine)
+        file.writes_may_go_on.clear()
+        x = X.clone()
+        token = engine.release(engine.offload(x, "x"), x)
+        assert engine._ledger.residents
+        del token
+        file.writes_may_go_on.set()
+        engine.wait_until_idle()
+        statistics = engine.statistics()
+        assert (statistics.slots_in_use, statistics.in_flight_bytes) == (0, 0)
+        assert not engine._ledger.residents
+        assert not engine._ledger.entries
+
+
+def test_another_layout_is_served_by_a_copy(file: SlowFile) -> None:
+    with engine_on(file) as engine:
+        spend_all(engine)
+        file.writes_may_go_on.clear()
+        original = X.view(3, CHUNK)
+        x = original.t().clone(memory_format=torch.preserve_format)
+        token = engine.release(engine.offload(x, "x"), x)
+        x.fill_(1)
+        y = fetch(engine, token, original.t(), (3, 1))
+        assert y.stride() == (3, 1)
+        assert torch.equal(y, original.t())
+
+
+# -- handing over -----------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_may_be_asked_for_again_is_handed_over_as_a_copy(file: SlowFile) -> None:
+    """retain_graph: backward overwrites what it got, and a second backward must still find the data."""
+    with engine_on(file) as engine:
+        spend_all(engine)
+        file.writes_may_go_on.clear()
+        x = X.clone()
+        token: Tensor | None = engine.release(engine.offload(x, "x"), x)
+        (address,) = engine._ledger.residents
+
+        def backward(token: Tensor) -> Tensor:
+            y = engine.reload(token, X.size(), X.stride(), X.dtype, X.device)
+            engine.wait(y, token)
+            return y
+
+        assert token is not None
+        y = engine.hand_over(backward(token))
+        assert torch.equal(y, X)
+        y.fill_(7)
+        y = backward(token)
+        del token
+        y = engine.hand_over(y)
+        assert torch.equal(y, X)
+        assert y.data_ptr() == address
+
+
+def test_the_ops_hand_over_the_memory_itself_when_the_token_dies(
+    file: SlowFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What generated code does: the token goes with the reload, the ticket with the wait."""
+    from ssdtrain_fx.runtime import ops
+
+    with engine_on(file) as engine:
+        engines = Engines(lambda config, handles: engine)
+        monkeypatch.setattr(ops, "_engines", engines)
+        monkeypatch.setattr(ops, "_tickets", Tickets())
+        spend_all(engine)
+        file.writes_may_go_on.clear()
+        x = X.clone()
+        call = torch.ops.ssdtrain
+        token = call.release(call.offload(x, x.stride(), "x", "{}"), x)
+        (address,) = engine._ledger.residents
+        ticket = call.reload(token, X.size(), X.stride(), X.dtype, X.device)
+        del token
+        y = call.wait(ticket, X.size(), X.stride(), X.dtype, X.device)
+        assert y.data_ptr() == address
+        assert torch.equal(y, X)

@@ -1,0 +1,250 @@
+"""What is special about the lane that the ops drive: nothing is lost, nobody waits in vain, and reads copy nothing."""
+
+import errno
+import gc
+import logging
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from runtime_fakes import MemoryFile, engine_on, fetch, no_aio, offload
+
+from ssdtrain_fx.errors import ActivationLostError, InternalError
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.lanes.aio import READ, WRITE
+
+X = torch.arange(1536)  # 3 chunks of 4096 bytes
+ONE_CHUNK_OF_EIGHT = torch.arange(4000)  # 32000 bytes
+
+
+@pytest.fixture
+def file() -> MemoryFile:
+    file = MemoryFile()
+    file.direct = True
+    return file
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("opcode", [WRITE, READ])
+def test_the_rest_of_a_short_transfer_is_asked_for(tmp_path: Path, file: MemoryFile, opcode: int) -> None:
+    """5000 of 32768 bytes: the next attempt starts on an aligned offset again."""
+    with engine_on(file, str(tmp_path)) as engine:
+        engine._chunk_bytes = 1 << 16
+        file.aio.shorten = lambda index, length: 8192 if index == opcode_index else length
+        opcode_index = 0 if opcode == WRITE else 1
+        token = offload(engine, ONE_CHUNK_OF_EIGHT.clone())
+        engine.wait_until_idle()
+        assert torch.equal(fetch(engine, token, ONE_CHUNK_OF_EIGHT), ONE_CHUNK_OF_EIGHT)
+        transfers = [(offset, length) for verb, offset, length in file.aio.submitted if verb == opcode]
+        assert transfers == [(0, 8192), (8192, 24576)]
+        assert engine.statistics().bytes_written == engine.statistics().bytes_read == 32000
+
+
+def test_a_write_that_goes_nowhere_is_kept(directory: str, file: MemoryFile) -> None:
+    with engine_on(file, directory) as engine:
+        file.aio.shorten = lambda index, length: 0
+        token = offload(engine, X.clone())
+        engine.wait_until_idle()
+        assert torch.equal(fetch(engine, token, X), X)
+        assert engine.statistics().kept_bytes == X.nbytes
+
+
+def test_a_read_that_goes_nowhere_stops_backward(directory: str, file: MemoryFile) -> None:
+    with engine_on(file, directory) as engine:
+        token = offload(engine, X.clone(), "gelu_3")
+        engine.wait_until_idle()
+        file.aio.shorten = lambda index, length: 0
+        with pytest.raises(ActivationLostError, match=r"'gelu_3' .*short read: 0 of 4096 bytes at offset \d+"):
+            fetch(engine, token, X)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_short_queue_loses_nothing(directory: str, file: MemoryFile, depth: int) -> None:
+    with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
+        file.aio.depth = depth
+        originals = [X * seed for seed in range(1, 6)]
+        tokens = [offload(engine, original.clone()) for original in originals]
+        ys = [engine.reload(token, (1536,), (1,), torch.int64, torch.device("cpu")) for token in tokens]
+        for y, token, original in zip(ys, tokens, originals, strict=True):
+            engine.wait(y, token)
+            assert torch.equal(y, original)
+        engine.wait_until_idle()
+        assert engine.statistics().bytes_written == 5 * X.nbytes
+
+
+def test_a_refused_request_is_offered_again(directory: str, file: MemoryFile) -> None:
+    """The first write is under way; the kernel refuses the others for a while."""
+    with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
+        file.writes_may_go_on.clear()
+        first = offload(engine, X.clone())
+        file.aio.refusals = 2
+        second = offload(engine, X.clone())
+        file.writes_may_go_on.set()
+        engine.wait_until_idle()
+        statistics = engine.statistics()
+        assert (statistics.bytes_written, statistics.kept) == (2 * X.nbytes, 0)
+        for token in (first, second):
+            assert torch.equal(fetch(engine, token, X), X)
+
+
+def test_refused_with_nothing_under_way_is_an_error_not_a_wait(directory: str, file: MemoryFile) -> None:
+    with engine_on(file, directory) as engine:
+        file.aio.refusals = 1
+        token = offload(engine, X.clone())
+        engine.wait_until_idle()
+        assert engine.statistics().kept_bytes == 4096
+        assert torch.equal(fetch(engine, token, X), X)
+        file.aio.refusals = 1
+        with pytest.raises(ActivationLostError, match="the kernel takes no request"):
+            fetch(engine, token, X)
+
+
+def test_a_request_that_is_rejected(directory: str, file: MemoryFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reject(*arguments: int) -> bool:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with engine_on(file, directory) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(file.aio, "submit", reject)
+            kept = offload(engine, X.clone())
+        assert torch.equal(fetch(engine, kept, X), X)
+        token = offload(engine, X.clone(), "gelu_3")
+        engine.wait_until_idle()
+        with monkeypatch.context() as patch:
+            patch.setattr(file.aio, "submit", reject)
+            with pytest.raises(ActivationLostError, match=r"'gelu_3' .*Invalid argument"):
+                fetch(engine, token, X)
+        assert torch.equal(fetch(engine, token, X), X)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), MemoryError()], ids=repr)
+def test_a_failure_within_the_bookkeeping_stops_the_engine(
+    directory: str, file: MemoryFile, monkeypatch: pytest.MonkeyPatch, interruption: BaseException
+) -> None:
+    def fail(*arguments: int) -> bool:
+        raise interruption
+
+    with engine_on(file, directory) as engine:
+        token = offload(engine, X.clone(), "gelu_3")
+        with monkeypatch.context() as patch:
+            patch.setattr(file.aio, "submit", fail)
+            with pytest.raises(type(interruption)):
+                engine.offload(X, "x")
+        with pytest.raises(InternalError, match=rf"'gelu_3': the I/O .* stopped: {type(interruption).__name__}"):
+            fetch(engine, token, X)
+
+
+def test_an_interruption_while_blocked_loses_nothing(
+    directory: str, file: MemoryFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C during a wait: the answers had been fetched already, and the engine can be used further."""
+    with engine_on(file, directory) as engine:
+        token = offload(engine, X.clone())
+        engine.wait_until_idle()
+        file.reads_may_go_on.clear()
+        y = engine.reload(token, (1536,), (1,), torch.int64, torch.device("cpu"))
+        real_reap = file.aio.reap
+
+        def interrupted_reap(timeout_s: float) -> None:
+            if timeout_s:
+                file.reads_may_go_on.set()
+            real_reap(timeout_s)
+            if timeout_s:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(file.aio, "reap", interrupted_reap)
+            with pytest.raises(KeyboardInterrupt):
+                engine.wait(y, token)
+        engine.wait(y, token)
+        assert torch.equal(y, X)
+
+
+def test_who_waits_beside_a_blocked_thread_is_woken(directory: str, file: MemoryFile) -> None:
+    """Three threads wait for reads of their own; only one of them can ask the kernel."""
+    results: dict[int, bool] = {}
+    with engine_on(file, directory) as engine:
+        tokens = [offload(engine, X * seed) for seed in range(3)]
+        engine.wait_until_idle()
+        file.reads_may_go_on.clear()
+
+        def backward(seed: int) -> None:
+            results[seed] = torch.equal(fetch(engine, tokens[seed], X), X * seed)
+
+        threads = [threading.Thread(target=backward, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(9):
+            file.read_begun.acquire()
+        file.reads_may_go_on.set()
+        for thread in threads:
+            thread.join(60)
+    assert results == {0: True, 1: True, 2: True}
+
+
+def test_the_disk_reads_straight_into_the_tensor(directory: str, file: MemoryFile) -> None:
+    with engine_on(file, directory) as engine:
+        token = offload(engine, torch.arange(1001, dtype=torch.int16).view(7, 143).t())
+        engine.wait_until_idle()
+        staging_bytes = engine.statistics().staging_bytes
+        y = engine.reload(token, (143, 7), None, None, torch.device("cpu"))
+        engine.wait(y, token)
+        assert y.data_ptr() % 4096 == 0
+        assert y.storage_offset() == 0
+        assert y.untyped_storage().nbytes() == 2002
+        assert not y._is_view()
+        assert engine.statistics().staging_bytes == staging_bytes
+        assert torch.equal(y, torch.arange(1001, dtype=torch.int16).view(7, 143).t())
+        assert y.as_strided((1001,), (1,)).tolist() == list(range(1001))
+
+
+def test_the_tensor_outlives_engine_and_token(directory: str, file: MemoryFile) -> None:
+    with engine_on(file, directory) as engine:
+        token = offload(engine, X.clone())
+        engine.wait_until_idle()
+        y = fetch(engine, token, X)
+        del token
+    gc.collect()
+    torch.empty(1 << 16, dtype=torch.uint8).fill_(7)
+    assert torch.equal(y, X)
+
+
+def test_close_waits_for_the_kernel(directory: str, file: MemoryFile) -> None:
+    """A read is held, its target was dropped: the memory must live until the kernel is done with it."""
+    with engine_on(file, directory) as engine:
+        token = offload(engine, X.clone())
+        engine.wait_until_idle()
+        file.reads_may_go_on.clear()
+        y = engine.reload(token, (1536,), (1,), torch.int64, torch.device("cpu"))
+        alive = weakref.ref(y.untyped_storage())
+        del y, token
+        for _ in range(3):
+            file.read_begun.acquire()
+        closer = threading.Thread(target=engine.close)
+        closer.start()
+        closer.join(0.05)
+        assert closer.is_alive()
+        assert alive() is not None
+        assert not file.closed
+        file.reads_may_go_on.set()
+        closer.join(60)
+        assert file.closed
+        assert file.aio.closed
+        gc.collect()
+        assert alive() is None
+
+
+def test_without_aio_threads_do_the_work(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with Engine(EngineConfig(ssd_dir=str(tmp_path)), open_aio=no_aio) as engine:
+        token = offload(engine, X.clone())
+        assert torch.equal(fetch(engine, token, X), X)
+        assert "native AIO" not in engine.statistics().io_path
+    assert "native AIO is not available (a test wants threads): threads move CPU tensors instead" in caplog.text

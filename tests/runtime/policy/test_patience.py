@@ -1,0 +1,130 @@
+"""A disk that hangs: an error instead of an endless wait, and what becomes of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from faulty_disk import Fail, Fault, FaultyDisk, Hang, LaneKind
+from runtime_fakes import fetch, offload
+
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.errors import ActivationLostError, StalledDiskError
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.policy.patience import Patience
+
+X = torch.arange(1536)  # 3 chunks of 4096 bytes
+
+by_lane = pytest.mark.parametrize("lane", ["aio", "threads"])
+
+
+@dataclasses.dataclass
+class FakeLedger:
+    ended_transfers: int = 0
+
+
+def test_every_end_of_a_transfer_renews_patience() -> None:
+    ledger, now_s = FakeLedger(), [100.0]
+    patience = Patience(ledger, 10.0, lambda: now_s[0])  # type: ignore[arg-type]
+    seen: list[float] = []
+    for seconds, ends in ((4, 0), (4, 0), (1, 2), (9, 0), (1, 0), (5, 0), (0, 1)):
+        now_s[0] += seconds
+        ledger.ended_transfers += ends
+        seen.append(patience.left_s())
+    assert seen == [6, 2, 10, 1, 0, 0, 10]
+
+
+def test_no_timeout_is_endless_patience() -> None:
+    now_s = [0.0]
+    patience = Patience(FakeLedger(), None, lambda: now_s[0])  # type: ignore[arg-type]
+    now_s[0] = 1e12
+    assert patience.left_s() == float("inf")
+
+
+def test_the_option_reaches_the_engine() -> None:
+    for chosen in (None, 7, 2.5):
+        config = OffloadConfig(io_timeout_s=chosen).engine_config()
+        assert EngineConfig.from_argument(config.to_argument()).io_timeout_s == chosen
+    assert OffloadConfig().engine_config().io_timeout_s == 300
+
+
+@by_lane
+def test_the_error_shows_the_queues(lane: LaneKind, tmp_path: Path) -> None:
+    disk = FaultyDisk(Fault("write", None, Hang()))
+    with disk.engine(lane, str(tmp_path), host_budget_bytes=8192, io_timeout_s=60.0) as engine:
+        token = engine.offload(X, "gelu_3")
+        with pytest.raises(StalledDiskError) as caught:
+            engine.release(token, X)
+        message = str(caught.value)
+        for part in (
+            "no transfer has ended for 60.0 s while 'gelu_3' was waited for; the disk hangs",
+            "/nowhere/(faulty file): 12288 bytes in flight; chunks: ",
+            " to be copied, 0 being copied, ",
+            " being written, 0 being read back; free staging buffers, cpu: ",
+            " of 2",
+        ):
+            assert part in message
+        with pytest.raises(StalledDiskError, match="while what is in flight was waited for"):
+            engine.wait_until_idle()
+        disk.let_go()
+        token = engine.release(token, X)
+        assert torch.equal(fetch(engine, token, X), X)
+
+
+@by_lane
+def test_a_wait_can_be_repeated_when_the_disk_is_back(lane: LaneKind, tmp_path: Path) -> None:
+    disk = FaultyDisk(Fault("read", 1, Hang()))
+    with disk.engine(lane, str(tmp_path)) as engine:
+        token = offload(engine, X.clone(), "gelu_3")
+        engine.wait_until_idle()
+        y = engine.reload(token, X.size(), X.stride(), X.dtype, X.device)
+        with pytest.raises(
+            ActivationLostError, match=r"'gelu_3' .* cannot be read back .*: no transfer has ended"
+        ) as lost:
+            engine.wait(y, token)
+        assert isinstance(lost.value.__cause__, StalledDiskError)
+        disk.let_go()
+        engine.wait(y, token)
+        assert torch.equal(y, X)
+
+
+@by_lane
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_closing_leaves_a_hung_disk_alone(
+    lane: LaneKind, operation: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """:class:`FaultyFile` and :class:`FaultyAio` refuse to be closed while a transfer hangs."""
+    disk = FaultyDisk(Fault("read" if operation == "read" else "write", 0, Hang()))
+    with disk.engine(lane, str(tmp_path)) as engine:
+        x = X[:512].clone()  # one chunk: of several, a release may find some that have not left when the write hangs
+        token = offload(engine, x)
+        if operation == "read":
+            engine.wait_until_idle()
+            y = engine.reload(token, x.size(), x.stride(), x.dtype, x.device)
+            del y
+        disk.hanging.wait()
+        engine.close()
+        (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert "closed an engine although transfers do not end" in record.getMessage()
+        assert "bytes in flight; chunks: " in record.getMessage()
+        assert engine.find_entry(token) is None
+        engine.close()
+        del engine, token
+        gc.collect()
+        disk.let_go()  # what comes late finds its memory and its file
+
+
+def test_growth_that_hangs(tmp_path: Path) -> None:
+    """Threads grow the file; the others wait for the lock of the file meanwhile."""
+    disk = FaultyDisk(Fault("grow", 0, Hang()), Fault("grow", 1, Fail(28)))
+    with disk.engine("threads", str(tmp_path), host_budget_bytes=8192) as engine:
+        token = engine.offload(X, "x")
+        with pytest.raises(StalledDiskError):
+            engine.release(token, X)
+        disk.let_go()
+        token = engine.release(token, X)
+        assert torch.equal(fetch(engine, token, X), X)

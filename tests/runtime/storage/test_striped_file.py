@@ -1,0 +1,165 @@
+"""Several files as one, against a plain array of bytes that knows nothing of stripes."""
+
+import errno
+import mmap
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from runtime_fakes import MemoryFile, fetch, offload
+
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.lanes.aio import AioUnavailableError, KernelAio
+from ssdtrain_fx.runtime.storage.spill_file import ChunkFile, SpillFile
+from ssdtrain_fx.runtime.storage.striped_file import StripedFile, open_spill_file
+
+STRIPE = 8192
+
+
+def memory_files(count: int) -> list[MemoryFile]:
+    return [MemoryFile(f"/drive{number}") for number in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_reads_what_was_written(count: int) -> None:
+    parts = memory_files(count)
+    file = StripedFile(parts, STRIPE)
+    size_bytes = 23 * 4096
+    assert file.grow(size_bytes) is None
+    expected = bytearray(size_bytes)
+    rng = random.Random(count)
+    for _ in range(50):
+        start = rng.randrange(size_bytes // 4096) * 4096
+        data = rng.randbytes(min(rng.randrange(1, 9) * 4096, size_bytes - start))
+        file.write(memoryview(data), start)
+        expected[start : start + len(data)] = data
+        start = rng.randrange(size_bytes // 4096) * 4096
+        found = bytearray(min(5 * 4096, size_bytes - start))
+        file.read(memoryview(found), start)
+        assert found == expected[start : start + len(found)]
+    assert max(len(part.data) for part in parts) - min(len(part.data) for part in parts) <= STRIPE
+
+
+def test_one_long_run_is_shared_equally() -> None:
+    parts = memory_files(3)
+    file = StripedFile(parts, STRIPE)
+    assert file.grow(6 * STRIPE) is None
+    for offset in range(0, 6 * STRIPE, STRIPE):
+        file.write(memoryview(bytes(STRIPE)), offset)
+    assert [part.write_count for part in parts] == [2, 2, 2]
+
+
+def test_location_within_a_stripe(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    parts = [SpillFile(str(folder)) for folder in folders]
+    file = StripedFile(parts, STRIPE)
+    places = [file.locate(offset) for offset in (0, 4096, STRIPE, 2 * STRIPE, 3 * STRIPE + 4096)]
+    first, second = (part.fileno() for part in parts)
+    assert places == [(first, 0), (first, 4096), (second, 0), (first, STRIPE), (second, STRIPE + 4096)]
+    file.close()
+
+
+def test_grows_everywhere_or_nowhere() -> None:
+    parts = memory_files(2)
+    parts[1].capacity_bytes = 2 * STRIPE
+    file = StripedFile(parts, STRIPE)
+    assert file.grow(4 * STRIPE) is None
+    error = file.grow(5 * STRIPE)
+    assert error is not None
+    assert (error.errno, error.filename) == (errno.ENOSPC, "/drive1/(fake file)")
+    assert [len(part.data) for part in parts] == [2 * STRIPE, 2 * STRIPE]
+    assert file.size_bytes == 4 * STRIPE
+    file.shrink(STRIPE, 4 * STRIPE)  # half a row stays a whole one
+    assert file.size_bytes == 2 * STRIPE
+    file.shrink(0, 4 * STRIPE)  # its size is another one by now
+    assert file.size_bytes == 2 * STRIPE
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_errors_name_the_drive(verb: str) -> None:
+    parts = memory_files(2)
+    setattr(parts[1], f"{verb}_error", lambda index: OSError(errno.EIO, "Input/output error"))
+    file = StripedFile(parts, STRIPE)
+    file.grow(2 * STRIPE)
+    with pytest.raises(OSError, match=r"Input/output error: '/drive1/\(fake file\)'"):
+        getattr(file, verb)(memoryview(bytearray(2 * STRIPE)), 0)
+
+
+def test_a_drive_that_takes_no_file_leaves_none_open() -> None:
+    opened: list[MemoryFile] = []
+
+    def open_one(directory: str) -> ChunkFile:
+        if directory == "/broken":
+            raise OSError(errno.EROFS, "Read-only file system", directory)
+        opened.append(MemoryFile(directory))
+        return opened[-1]
+
+    with pytest.raises(OSError, match="Read-only file system: '/broken'"):
+        open_spill_file(["/fine", "/broken"], open_one)
+    assert [file.closed for file in opened] == [True]
+
+
+def native_aio() -> bool:
+    try:
+        KernelAio().close()
+    except AioUnavailableError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("io", ["posix", "aio"])
+def test_an_engine_uses_all_directories(io: str, tmp_path: Path) -> None:
+    """Tensors that end in the middle of stripes; every chunk lies in one file."""
+    if io == "aio" and not native_aio():
+        pytest.skip("this system has no native AIO")
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    for folder in folders:
+        folder.mkdir()
+    files: list[SpillFile] = []
+
+    def open_file(directories: object) -> ChunkFile:
+        assert directories == tuple(map(str, folders))
+        files.extend(SpillFile(str(folder)) for folder in folders)
+        return StripedFile(files, 65536)
+
+    config = EngineConfig(ssd_dir=tuple(map(str, folders)), io=io)  # type: ignore[arg-type]
+    with Engine(config, open_file=open_file) as engine:
+        tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 65536, 100_000, 1_000_000, 5_000_001)]
+        copies = [x.clone() for x in tensors]
+        tokens = [offload(engine, x) for x in tensors]
+        engine.wait_until_idle()
+        for token, x in zip(tokens, copies, strict=True):
+            assert torch.equal(fetch(engine, token, x), x)
+        statistics = engine.statistics()
+        assert statistics.bytes_written == statistics.bytes_read == sum(x.nbytes for x in copies)
+        assert "3 directories" in statistics.io_path
+        for entry in engine._ledger.entries.values():
+            assert entry.slot is not None
+            for chunk in entry.chunks:
+                start, length = chunk.pages
+                start += entry.slot.offset_bytes
+                assert start // 65536 == (start + length - 1) // 65536
+        for file in files:
+            block = mmap.mmap(-1, 65536)
+            file.read(memoryview(block), 0)
+            assert any(block)
+        assert [list(folder.iterdir()) for folder in folders] == [[], [], []]
+        del tokens
+
+
+def test_a_directory_that_is_full_keeps_tensors_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parts = memory_files(2)
+    parts[1].capacity_bytes = 65536
+    open_striped: Callable[[object], ChunkFile] = lambda directories: StripedFile(parts, 65536)  # noqa: E731
+    with Engine(EngineConfig(ssd_dir=str(tmp_path)), open_file=open_striped) as engine:
+        x = torch.arange(100_000)
+        token = offload(engine, x)
+        engine.wait_until_idle()
+        assert torch.equal(fetch(engine, token, x), torch.arange(100_000))
+        assert engine.statistics().kept_bytes > 0
+    assert "cannot write to /drive1/(fake file) (errno 28" in caplog.text

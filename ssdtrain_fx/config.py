@@ -16,9 +16,9 @@ import torch
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.function_names import cache_name
 from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes.graph.joint_graph import JointPass
 from ssdtrain_fx.passes.planning.policy import Policy
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier
-from ssdtrain_fx.passes.rewrites.run_custom_passes import JointPass
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES
 

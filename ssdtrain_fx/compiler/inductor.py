@@ -33,12 +33,15 @@ from ssdtrain_fx.function_names import display_name, stable_name
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.chains import find_activation_inputs
 from ssdtrain_fx.passes.analysis.fused_kernels import STORED
+from ssdtrain_fx.passes.graph.copy_nodes import COPY_OF
 from ssdtrain_fx.passes.graph.joint_graph import join, split
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
-from ssdtrain_fx.passes.rewrites.insert_recomputations import COPY_OF
 
 log = logging.getLogger(__name__)
+
+PACKAGE = Path(__file__).parents[1]
+"""Where the source of all passes and of the runtime is."""
 
 Observer = Callable[[OffloadedStep], None]
 
@@ -47,9 +50,8 @@ Observer = Callable[[OffloadedStep], None]
 def _source_hash() -> str:
     """Hash of this package's source: another version of a pass must not meet the cached graphs of this one."""
     digest = hashlib.sha256()
-    root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

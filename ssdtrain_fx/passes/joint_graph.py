@@ -1,5 +1,11 @@
 """The scheduled joint graph, for programs that write a pass: see :mod:`ssdtrain_fx.passes.graph.joint_graph`."""
 
-from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, backward_starts, join, split
+from ssdtrain_fx.passes.graph.joint_graph import (
+    JointPass,
+    ScheduledJointGraph,
+    backward_starts,
+    join,
+    split,
+)
 
-__all__ = ["ScheduledJointGraph", "backward_starts", "join", "split"]
+__all__ = ["JointPass", "ScheduledJointGraph", "backward_starts", "join", "split"]

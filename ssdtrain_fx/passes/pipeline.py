@@ -1,24 +1,24 @@
 """The pipeline, on one screen: from a partitioned training step to one that offloads.
 
-join -> run_custom_passes -> sink_matrix_products -> store_sums -> analyse -> copy_out_views -> analyse
-     -> pose_problem -> plan_offloads                                  without recomputation,
-     -> propose_recomputations, and for each set of them:              and with it
-            insert_recomputations -> analyse -> pose_problem -> plan_offloads
-        or apply_policy, where the user gives a policy
-     -> the best of these plans: insert_offloads -> verify_offloads -> split
+    join -> passes_before_planning -> analyse -> choose a plan -> passes_of_plan -> split
+
+A plan is chosen from the plan without recomputation and one for each proposed set of recomputations (or the policy of
+the user makes the only one). What a set changes is planned on a copy of the graph: insert_recomputations -> analyse ->
+pose_problem -> plan_offloads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 from collections.abc import Generator, Sequence
+from typing import Protocol
 
 from torch import fx
 
-from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.analyse import Analysis, analyse
@@ -26,25 +26,79 @@ from ssdtrain_fx.passes.analysis.chains import name_link
 from ssdtrain_fx.passes.analysis.describe_schedule import ScheduleDescriber, Timeline
 from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
 from ssdtrain_fx.passes.analysis.node_calls import CostSources, Times
+from ssdtrain_fx.passes.analysis.pose_problem import pose_problem
 from ssdtrain_fx.passes.decisions.apply_policy import apply_policy
-from ssdtrain_fx.passes.decisions.plan_offloads import add_recomputations, plan_offloads, pose_problem
+from ssdtrain_fx.passes.decisions.plan_offloads import add_recomputations, plan_offloads
 from ssdtrain_fx.passes.decisions.propose_recomputations import propose_recomputations
-from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, join, split
+from ssdtrain_fx.passes.graph.joint_graph import JointPass, ScheduledJointGraph, join, split
 from ssdtrain_fx.passes.planning.place_transfers import floor_bytes
 from ssdtrain_fx.passes.planning.plan import Plan
-from ssdtrain_fx.passes.planning.policy import Budget
+from ssdtrain_fx.passes.planning.policy import Budget, Policy
 from ssdtrain_fx.passes.planning.simulate import ROUNDING
-from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
+from ssdtrain_fx.passes.planning.transfer_problem import HostTier, TransferProblem
+from ssdtrain_fx.passes.rewrites.check_custom_pass import checked
 from ssdtrain_fx.passes.rewrites.copy_out_views import copy_out_views
 from ssdtrain_fx.passes.rewrites.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.rewrites.insert_recomputations import insert_recomputations
-from ssdtrain_fx.passes.rewrites.run_custom_passes import run_custom_passes
 from ssdtrain_fx.passes.rewrites.sink_matrix_products import sink_matrix_products
 from ssdtrain_fx.passes.rewrites.store_sums import store_sums
 from ssdtrain_fx.passes.rewrites.verify_offloads import verify_offloads
 from ssdtrain_fx.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+
+class EngineOptions(Protocol):
+    """What the ops are told about the engine."""
+
+    def to_argument(self) -> str: ...
+
+
+class Options(Protocol):
+    """The options of a pipeline: the part of ``OffloadConfig`` that decides about graphs and plans."""
+
+    @property
+    def inner(self) -> str: ...
+    @property
+    def passes(self) -> Sequence[JointPass]: ...
+    @property
+    def policy(self) -> str | Policy: ...
+    @property
+    def min_tensor_bytes(self) -> int: ...
+    @property
+    def recompute(self) -> bool: ...
+    @property
+    def max_slowdown(self) -> float: ...
+    @property
+    def memory_budget_bytes(self) -> int | None: ...
+    def host_tier(self, hardware: Hardware) -> HostTier | None: ...
+    def engine_config(self) -> EngineOptions: ...
+
+
+def passes_before_planning(options: Options) -> tuple[JointPass, ...]:
+    """What changes the graph before it is analysed and planned."""
+    return (
+        *map(checked, options.passes),
+        *((sink_matrix_products, store_sums) if options.inner == "inductor" else ()),
+        functools.partial(copy_out_views, min_tensor_bytes=options.min_tensor_bytes),
+    )
+
+
+def passes_of_plan(planned: PlannedStep, options: Options) -> tuple[JointPass, ...]:
+    """What makes the graph execute its plan, and checks that it does."""
+    analysis, problem = planned.analysis, planned.problem
+    return (
+        functools.partial(
+            insert_offloads,
+            alias_sets=analysis.alias_sets,
+            plan=planned.plan,
+            candidates=analysis.candidates,
+            engine=options.engine_config().to_argument(),
+            link=name_link(analysis.joint) if analysis.activations else "",
+            order_reloads=problem.hardware.has_host_tier,
+        ),
+        functools.partial(verify_offloads, host=problem.host),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +124,7 @@ def offload_saved_tensors(
     backward: fx.GraphModule,
     *,
     num_forward_outputs: int,
-    config: OffloadConfig,
+    config: Options,
     hardware: Hardware,
     times: Times | None = None,
     describe: bool = False,
@@ -116,21 +170,15 @@ def _offload(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
     joint: ScheduledJointGraph,
-    config: OffloadConfig,
+    config: Options,
     hardware: Hardware,
     times: Times | None,
     describe: bool,
 ) -> OffloadedStep:
-    before = joint.text() if describe else ""
-    joint = run_custom_passes(joint, config.passes)
-    if config.inner == "inductor":
-        sink_matrix_products(joint)
-        store_sums(joint)
+    before, saved = joint.text() if describe else "", joint.saved
+    joint = _run(passes_before_planning(config), joint)
+    is_original = joint.saved == saved and not config.passes
     analysis = _analyse(joint, config, hardware, times)
-    copied_out = copy_out_views(joint, analysis.alias_sets, analysis.candidates)
-    changed = copied_out is not joint or bool(config.passes)
-    if copied_out is not joint:
-        analysis = _analyse(copied_out, config, hardware, times)
     planned = _choose(analysis, config, hardware, times)
     joint, plan, costs = planned.analysis.joint, planned.plan, planned.analysis.cost_sources
     log.info(
@@ -149,20 +197,11 @@ def _offload(
     for storage in plan.storages:
         log.debug("%s %s%s: %s", storage.name, storage.dtype, list(storage.shape), storage.decision)
     describer = ScheduleDescriber(analysis, planned.analysis, planned.problem, plan) if describe else None
-    if plan.offloaded:
-        insert_offloads(
-            joint,
-            planned.analysis.alias_sets,
-            plan,
-            planned.analysis.candidates,
-            engine=config.engine_config().to_argument(),
-            link=name_link(joint) if analysis.activations else "",
-            order_reloads=hardware.has_host_tier,
-        )
-        verify_offloads(joint, host=planned.problem.host)
-    elif not changed and not plan.recomputed:
+    if not plan.offloaded and not plan.recomputed and is_original:
         timeline = describer.timeline() if describer else None
         return OffloadedStep(forward, backward, plan, planned.problem, costs, timeline, before, before)
+    if plan.offloaded:
+        joint = _run(passes_of_plan(planned, config), joint)
     after = joint.text() if describe else ""
     if log.isEnabledFor(logging.DEBUG):
         log.debug("scheduled joint graph with offloads:\n%s", after or joint.text())
@@ -171,8 +210,14 @@ def _offload(
     return OffloadedStep(new_forward, new_backward, plan, planned.problem, costs, timeline, before, after)
 
 
+def _run(passes: Sequence[JointPass], joint: ScheduledJointGraph) -> ScheduledJointGraph:
+    for run_pass in passes:
+        joint = run_pass(joint)
+    return joint
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Planned:
+class PlannedStep:
     """A plan, and what it was made for."""
 
     analysis: Analysis
@@ -186,7 +231,7 @@ class _Planned:
         return self.problem.fixed_live_bytes[self.problem.marker] + movable_bytes - self.plan.offloaded_bytes
 
 
-def _analyse(joint: ScheduledJointGraph, config: OffloadConfig, hardware: Hardware, times: Times | None) -> Analysis:
+def _analyse(joint: ScheduledJointGraph, config: Options, hardware: Hardware, times: Times | None) -> Analysis:
     return analyse(
         joint,
         min_tensor_bytes=config.min_tensor_bytes,
@@ -196,7 +241,7 @@ def _analyse(joint: ScheduledJointGraph, config: OffloadConfig, hardware: Hardwa
     )
 
 
-def _choose(analysis: Analysis, config: OffloadConfig, hardware: Hardware, times: Times | None) -> _Planned:
+def _choose(analysis: Analysis, config: Options, hardware: Hardware, times: Times | None) -> PlannedStep:
     """The best of the plans with and without recomputation; plain offloading where they are equal.
 
     Raises:
@@ -205,11 +250,11 @@ def _choose(analysis: Analysis, config: OffloadConfig, hardware: Hardware, times
     problem = pose_problem(analysis, hardware=hardware, host=config.host_tier(hardware))
     if callable(config.policy):
         budget = Budget(max_slowdown=config.max_slowdown, memory_budget_bytes=config.memory_budget_bytes)
-        return _Planned(analysis, problem, apply_policy(config.policy, analysis, problem, budget))
+        return PlannedStep(analysis, problem, apply_policy(config.policy, analysis, problem, budget))
     proposed: Sequence[tuple[Recomputation, ...]] = ()
     if config.recompute and config.policy == "auto":
-        proposed = propose_recomputations(analysis, problem, hardware=hardware, inner=config.inner)
-    found: list[_Planned] = []
+        proposed = propose_recomputations(analysis, problem, hardware=hardware, fused=config.inner == "inductor")
+    found: list[PlannedStep] = []
     errors: list[BudgetError] = []
     for recomputations in ((), *proposed):
         rewritten, posed = _recompute(analysis, problem, recomputations, config, hardware, times)
@@ -233,7 +278,7 @@ def _recompute(
     analysis: Analysis,
     problem: TransferProblem,
     recomputations: Sequence[Recomputation],
-    config: OffloadConfig,
+    config: Options,
     hardware: Hardware,
     times: Times | None,
 ) -> tuple[Analysis, TransferProblem]:
@@ -242,12 +287,12 @@ def _recompute(
         return analysis, problem
     joint, copy_of = analysis.joint.copy()
     copied = [dataclasses.replace(one, nodes=tuple(copy_of[node] for node in one.nodes)) for one in recomputations]
-    joint = insert_recomputations(joint, analysis.alias_sets.of_copy(copy_of), copied)
+    joint = insert_recomputations(joint, alias_sets=analysis.alias_sets.of_copy(copy_of), recomputations=copied)
     rewritten = _analyse(joint, config, hardware, times)
     return rewritten, pose_problem(rewritten, hardware=hardware, step_s=problem.step_s, host=problem.host)
 
 
-def _cannot_win(analysis: Analysis, problem: TransferProblem, found: Sequence[_Planned], config: OffloadConfig) -> bool:
+def _cannot_win(analysis: Analysis, problem: TransferProblem, found: Sequence[PlannedStep], config: Options) -> bool:
     """Is one of ``found`` better than every plan for ``problem``? Asked before one is made, which takes its time.
 
     No plan exposes less than what runs again, and none has a peak below the floor.
@@ -272,8 +317,8 @@ def _plan(
     rewritten: Analysis,
     problem: TransferProblem,
     recomputations: Sequence[Recomputation],
-    config: OffloadConfig,
-) -> _Planned:
+    config: Options,
+) -> PlannedStep:
     """Plan the offloads of what :func:`_recompute` has left."""
     plan = plan_offloads(
         rewritten,
@@ -284,4 +329,4 @@ def _plan(
     )
     if recomputations:
         plan = add_recomputations(plan, analysis, recomputations)
-    return _Planned(rewritten, problem, plan)
+    return PlannedStep(rewritten, problem, plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ssdtrain_fx.passes.planning.plan import Decision, Offload
+from ssdtrain_fx.passes.planning.plan import Offload, PlannedDecision
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ ON_HOST = Style("host", "#4d7fa8", "leaves the GPU in forward for pinned host me
 """An offload that gets no further."""
 
 
-def style_of(decision: Decision) -> Style:
+def style_of(decision: PlannedDecision) -> Style:
     """A decision that nobody has styled yet shows under the name of its class."""
     if isinstance(decision, Offload) and decision.tier == "host":
         return ON_HOST

@@ -8,40 +8,46 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from ssdtrain_fx.passes.analysis.describe_schedule import Schedule
 from ssdtrain_fx.report.decisions import style_of
 from ssdtrain_fx.report.endurance import format_lifetime
-from ssdtrain_fx.report.graph_report import GraphReport
+from ssdtrain_fx.report.graph_report import EMPTY, GraphReport
 from ssdtrain_fx.report.graphs import code_lines, diff_graphs
-from ssdtrain_fx.report.report import EMPTY, Report
 from ssdtrain_fx.report.table import Row
 
 PLACE_OF_DATA = "/*REPORT*/"
 
 
-def render_page(report: Report) -> str:
-    """The page as text."""
+def render_page(graphs: Sequence[GraphReport], *, rated_endurance_bytes: int) -> str:
+    """The page as text.
+
+    Args:
+        rated_endurance_bytes: of the drive whose lifetime is shown.
+    """
     template = importlib.resources.files("ssdtrain_fx.report").joinpath("page.html").read_text(encoding="utf-8")
     before, after = template.split(PLACE_OF_DATA)
     # "<" could end the element that holds the data.
-    data = json.dumps(_page_data(report), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    data = json.dumps(_page_data(graphs, rated_endurance_bytes), separators=(",", ":"), ensure_ascii=False).replace(
+        "<", "\\u003c"
+    )
     return before + data + after
 
 
-def _page_data(report: Report) -> dict[str, Any]:
-    decisions = [storage.decision for graph in report.graphs for storage in graph.plan.storages]
+def _page_data(graphs: Sequence[GraphReport], rated_endurance_bytes: int) -> dict[str, Any]:
+    decisions = [storage.decision for graph in graphs for storage in graph.plan.storages]
     styles = {style.name: dataclasses.asdict(style) for style in map(style_of, decisions)}
     return {
         "empty": EMPTY,
         "styles": styles,
-        "rated_bytes": report.rated_endurance_bytes,
-        "graphs": [_graph_data(graph, report) for graph in report.graphs],
+        "rated_bytes": rated_endurance_bytes,
+        "graphs": [_graph_data(graph, rated_endurance_bytes) for graph in graphs],
     }
 
 
-def _graph_data(graph: GraphReport, report: Report) -> dict[str, Any]:
+def _graph_data(graph: GraphReport, rated_endurance_bytes: int) -> dict[str, Any]:
     plan, timeline = graph.plan, graph.timeline
     texts = _Texts()
     rows = graph.rows()
@@ -49,8 +55,8 @@ def _graph_data(graph: GraphReport, report: Report) -> dict[str, Any]:
     idx_of = {name: idx for idx, name in enumerate(names)}
     modules = {node.name: node.module for node in timeline.before.nodes}
     return {
-        "summary": graph.summary(report.rated_endurance_bytes),
-        "lifetime": format_lifetime(graph.endurance(report.rated_endurance_bytes).lifetime_s),
+        "summary": graph.summary(rated_endurance_bytes),
+        "lifetime": format_lifetime(graph.endurance(rated_endurance_bytes).lifetime_s),
         "hardware": graph.problem.hardware.device,
         "costs": str(graph.costs),
         "offloaded_bytes": plan.offloaded_bytes,

@@ -16,11 +16,13 @@ from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.analyse import Analysis, analyse
 from ssdtrain_fx.passes.analysis.candidates import find_candidates
 from ssdtrain_fx.passes.analysis.find_recomputations import find_recomputations
-from ssdtrain_fx.passes.analysis.liveness import LiveInterval, find_live_intervals, memory_profile
-from ssdtrain_fx.passes.decisions.plan_offloads import plan_offloads, pose_problem
+from ssdtrain_fx.passes.analysis.liveness import find_live_intervals
+from ssdtrain_fx.passes.analysis.pose_problem import pose_problem
+from ssdtrain_fx.passes.decisions.plan_offloads import plan_offloads
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_alias_sets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS
+from ssdtrain_fx.passes.planning.live_intervals import LiveInterval, memory_profile
 from ssdtrain_fx.passes.planning.plan import Plan
 from ssdtrain_fx.passes.rewrites.copy_out_views import copy_out_views
 from ssdtrain_fx.passes.rewrites.insert_offloads import insert_offloads
@@ -118,10 +120,8 @@ def _node_costs(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult
 
 def _copy_out_views(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
     """Save copies of small views that hold large storages."""
-    alias_sets = find_alias_sets(joint.graph)
-    candidates = find_candidates(joint, alias_sets, min_tensor_bytes=config.min_tensor_bytes)
     before = set(joint.saved)
-    rewritten = copy_out_views(joint, alias_sets, candidates)
+    rewritten = copy_out_views(joint, min_tensor_bytes=config.min_tensor_bytes)
     rows = tuple({"saved instead": node.name} for node in rewritten.saved if node not in before)
     return PassResult(summary=f"{len(rows)} views copied out", rows=rows, rewritten=rewritten)
 
@@ -130,7 +130,7 @@ def _recomputations(joint: ScheduledJointGraph, config: OffloadConfig) -> PassRe
     """Which saved storages backward could make again, and from what."""
     alias_sets = find_alias_sets(joint.graph)
     candidates = find_candidates(joint, alias_sets, min_tensor_bytes=config.min_tensor_bytes)
-    found = find_recomputations(joint, alias_sets, candidates, inner=config.inner)
+    found = find_recomputations(joint, alias_sets, candidates, fused=config.inner == "inductor")
     rows = tuple(
         {
             "storage": one.storage_idx,
@@ -154,9 +154,9 @@ def _insert_offloads(joint: ScheduledJointGraph, config: OffloadConfig) -> PassR
     analysis, plan = _make_plan(joint, config)
     rewritten = insert_offloads(
         joint,
-        analysis.alias_sets,
-        plan,
-        analysis.candidates,
+        alias_sets=analysis.alias_sets,
+        plan=plan,
+        candidates=analysis.candidates,
         engine=config.engine_config().to_argument(),
         order_reloads=_hardware(joint, config).has_host_tier,
     )

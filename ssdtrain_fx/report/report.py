@@ -11,14 +11,13 @@ import networkx as nx
 
 from ssdtrain_fx.passes.planning.plan import Plan
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, Endurance
-from ssdtrain_fx.report.graph_report import GraphReport
+from ssdtrain_fx.report.graph_report import EMPTY, GraphReport
+from ssdtrain_fx.report.page import render_page
 from ssdtrain_fx.report.plain_values import from_plain
 from ssdtrain_fx.report.table import Sort
 
 SCHEMA = "ssdtrain_fx.report/1"
 """Changes with every change of a field that is there already; new fields alone do not count."""
-
-EMPTY = "No graph of this call saves anything for backward (no gradient is needed, or nothing was captured)."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,8 +96,7 @@ class Report:
 
     def save(self, path: str | Path) -> Path:
         """Write one HTML page that needs no network and no other file. Returns where it is."""
-        from ssdtrain_fx.report.page import render_page
-
+        page = render_page(self.graphs, rated_endurance_bytes=self.rated_endurance_bytes)
         target = Path(path)
-        target.write_text(render_page(self), encoding="utf-8")
+        target.write_text(page, encoding="utf-8")
         return target

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from ssdtrain_fx.errors import ConfigError, InternalError
 from ssdtrain_fx.runtime.book.admission import Admission
-from ssdtrain_fx.runtime.book.ledger import Ahead, Entry, Fill, Ledger, lost
+from ssdtrain_fx.runtime.book.ledger import Ledger, lost
+from ssdtrain_fx.runtime.book.records import Ahead, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Direction, Traffic
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.handles.tokens import Owner
@@ -118,6 +119,7 @@ class Engine:
         self._held = HeldTensors()
         self._lanes: dict[str, Lane] = {}
         self._lanes_lock = threading.Lock()
+        self._trace: Trace | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -173,7 +175,7 @@ class Engine:
         lane = self._lane("cpu" if x.is_cpu else x.device.type)
         source = movable(x.detach() if x.requires_grad else x)
         byte_count = span_bytes(source)
-        entry = Entry(x, name, source, byte_count, lane)
+        entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
         entry.host, entry.reload_order = host and lane.has_host_tier, reload_order
         if first:
             lane.release_idle()
@@ -229,7 +231,7 @@ class Engine:
                 f"got one at {entry.address:#x} with strides {entry.stride}. The compiler passed a copy to one of "
                 "them, so the memory of the other one may already hold something else."
             )
-        lane = entry.lane
+        lane = self._lane_of(entry)
         with ledger.lock:
             ledger.begin_op(entry.name)
             if entry.uncopied:
@@ -288,7 +290,7 @@ class Engine:
             device = entry.device
         if entry.stays:
             return self._reload_from_memory(entry, stride)
-        lane = entry.lane
+        lane = self._lane_of(entry)
         if entry.ahead is not None:
             y = self._take_ahead(entry, tuple(stride), device, lane)
             if y is not None:
@@ -331,7 +333,7 @@ class Engine:
                 f"wait({entry.name!r}) got a tensor at address {address:#x}, which no reload returned: the compiler "
                 "passed a copy, which nothing will fill."
             )
-        lane = entry.lane
+        lane = self._lane_of(entry)
         with ledger.lock:
             if fill.unissued:
                 lane.make_progress()
@@ -410,11 +412,11 @@ class Engine:
     @property
     def trace(self) -> Trace | None:
         """What records the events of this engine."""
-        return self._ledger.trace
+        return self._trace
 
     @trace.setter
     def trace(self, trace: Trace | None) -> None:
-        self._ledger.trace = trace
+        self._trace = self._ledger.trace = trace
         record_calls(self, ("offload", "release", "reload", "wait"), trace)
 
     def planned_staging_bytes(self, device_type: str) -> int:
@@ -513,7 +515,7 @@ class Engine:
         """Begin to reload ``entry`` before backward asks for it. What does not work is left to :meth:`reload`."""
         if not entry.byte_count or not same_layout(entry.size, entry.stride, entry.stored_stride):
             return
-        ledger, lane = self._ledger, entry.lane
+        ledger, lane = self._ledger, self._lane_of(entry)
         try:
             y = lane.allocate(entry, entry.stride, entry.device)
         except (RuntimeError, MemoryError, OSError) as error:  # no memory now
@@ -559,6 +561,9 @@ class Engine:
             if lane is None:
                 lane = self._lanes[device_type] = self._make_lane(device_type)
             return lane
+
+    def _lane_of(self, entry: Entry) -> Lane:
+        return self._lanes[entry.device.type]
 
     def _make_lane(self, device_type: str) -> Lane:
         if device_type not in ("cpu", "cuda"):

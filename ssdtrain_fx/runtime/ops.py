@@ -1,23 +1,7 @@
-"""The four ops, registered when this module is imported.
+"""The four ops in the process that runs them: each finds its engine, and a token or a ticket stands for its result.
 
-::
-
-    forward    token  = ssdtrain.offload(x, stride, name, engine, ...)         # starts moving x out
-               token1 = ssdtrain.release(token, x, late, own)              # x may be reused from here on
-    backward   ticket = ssdtrain.reload(token1, size, stride, dtype, device)   # memory is taken, the data on its way
-               y      = ssdtrain.wait(ticket, size, stride, dtype, device)     # y may be read
-
-The token is a CPU tensor of 8 bytes. It owns what was offloaded: when the last token of an offload dies, its slot is
-recycled. ``stride`` of ``offload`` is a record for readers of the graph; the runtime goes by the tensor it gets.
-``stride`` and ``dtype`` of ``reload`` and ``wait`` may be None where nothing is compiled for them: then they are those
-of the tensor that was offloaded. ``out_s`` and ``back_s`` say how many seconds lie between ``offload`` and ``release``,
-and between ``reload`` and ``wait``, by the plan: what the disk cannot do in that time stays in memory. ``stall_s`` says
-how much of it the plan waits. ``host`` says that a CUDA tensor is to stay in pinned host memory, ``reload_order`` when
-backward reloads it, compared with the other tensors of its graph, and ``first`` that it is the first of a forward;
-``idle_bytes`` says how much memory of earlier reloads may lie idle until the next reload. See
-:meth:`ssdtrain_fx.runtime.engine.Engine.offload` and ``reload``.
-
-Guarantees: whatever the ops need is in their arguments, so a graph from a cache runs in a process that made no plan.
+:mod:`ssdtrain_fx.runtime.op_contract` has their schemas and says what they promise. They are implemented when this
+module is imported.
 """
 
 from __future__ import annotations
@@ -34,6 +18,7 @@ from torch import Tensor
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.handles.tickets import Reloading, Tickets
 from ssdtrain_fx.runtime.handles.tokens import Owner, make_token
+from ssdtrain_fx.runtime.op_contract import LIBRARY
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.trace import record
 
@@ -44,27 +29,6 @@ _engines = Engines()
 _tickets = Tickets()
 os.register_at_fork(after_in_child=_engines.forget_after_fork)
 atexit.register(_engines.close, timeout_s=EXIT_TIMEOUT_S)
-
-# flexible_layout: Inductor may pass tensors as they lie; without it, it may pass copies, to each op another one.
-# cudagraph_unsafe: the ops run host code, which a replayed graph would skip.
-_tags = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagraph_unsafe") if hasattr(torch.Tag, name))
-
-_library = torch.library.Library("ssdtrain", "DEF")
-_library.define(
-    "offload(Tensor x, SymInt[] stride, str name, str engine, float? out_s=None, float? back_s=None, "
-    "str link='', bool held=False, bool host=False, int? reload_order=None, bool first=False, float stall_s=0.0) "
-    "-> Tensor",
-    tags=_tags,
-)
-_library.define("release(Tensor token, Tensor x, bool late=False, bool own=False) -> Tensor", tags=_tags)
-_library.define(
-    "reload(Tensor token, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device, "
-    "int? idle_bytes=None) -> Tensor",
-    tags=_tags,
-)
-_library.define(
-    "wait(Tensor ticket, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device) -> Tensor", tags=_tags
-)
 
 
 def offload(
@@ -96,10 +60,6 @@ def offload(
     )
 
 
-def _fake_offload(x: Tensor, *_: object, **__: object) -> Tensor:
-    return torch.empty((1,), dtype=torch.int64, device="cpu")
-
-
 def _offload(x: Tensor, *rest: Any, **keywords: Any) -> Tensor:
     return make_token(offload(x, *rest, **keywords))
 
@@ -112,10 +72,6 @@ def release(owner: Owner, x: Tensor, late: bool = False, own: bool = False) -> T
 
 def _release(token: Tensor, x: Tensor, late: bool = False, own: bool = False) -> Tensor:
     return release(_engines.owner_of(token), x, late, own)
-
-
-def _fake_release(token: Tensor, x: Tensor, late: bool = False, own: bool = False) -> Tensor:
-    return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
 def reload(
@@ -135,17 +91,6 @@ def _reload(token: Tensor, *rest: Any, **keywords: Any) -> Tensor:
     return _tickets.issue(reload(token, *rest, **keywords))
 
 
-def _fake_reload(
-    token: Tensor,
-    size: Sequence[int],
-    stride: Sequence[int] | None,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    idle_bytes: int | None = None,
-) -> Tensor:
-    return torch.empty((1,), dtype=torch.int64, device="cpu")
-
-
 def wait(reloading: Reloading) -> Tensor:
     """The op for code that knows of no dispatcher."""
     y, owner = reloading.take()
@@ -159,26 +104,8 @@ def _wait(ticket: Tensor, *_: object, **__: object) -> Tensor:
     return wait(_tickets.redeem(ticket))
 
 
-def _fake_wait(
-    ticket: Tensor,
-    size: Sequence[int],
-    stride: Sequence[int] | None,
-    dtype: torch.dtype | None,
-    device: torch.device,
-) -> Tensor:
-    assert stride is not None, "only graphs that are not traced again leave this open"
-    assert dtype is not None, "only graphs that are not traced again leave this open"
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
-for _name, _real, _fake in (
-    ("offload", _offload, _fake_offload),
-    ("release", _release, _fake_release),
-    ("reload", _reload, _fake_reload),
-    ("wait", _wait, _fake_wait),
-):
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ssdtrain::{_name}", _fake, lib=_library)
+for _name, _real in (("offload", _offload), ("release", _release), ("reload", _reload), ("wait", _wait)):
+    LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
 
 
 def statistics() -> Statistics:

@@ -31,14 +31,12 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.runtime.book.records import Chunk, Entry
+from ssdtrain_fx.runtime.handles.tokens import Owner
 from ssdtrain_fx.whole_file import write_whole
-
-if TYPE_CHECKING:
-    from ssdtrain_fx.runtime.book.ledger import Chunk, Entry
-    from ssdtrain_fx.runtime.handles.tokens import Owner
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.passes.analysis.analyse import Analysis
 from ssdtrain_fx.passes.analysis.candidates import Candidate, find_candidates
 from ssdtrain_fx.passes.analysis.liveness import find_live_intervals
+from ssdtrain_fx.passes.analysis.pose_problem import pose_problem
 from ssdtrain_fx.passes.decisions.apply_policy import apply_policy
-from ssdtrain_fx.passes.decisions.plan_offloads import plan_offloads, pose_problem
+from ssdtrain_fx.passes.decisions.plan_offloads import plan_offloads
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_alias_sets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.planning.plan import Plan
@@ -110,7 +111,14 @@ class GraphAnalysis:
             InternalError: the plan does not belong to this graph, or the rewritten graph breaks an invariant.
         """
         on_gpu = bool(plan.on_host)
-        insert_offloads(self.joint, self.alias_sets, plan, self.candidates, engine=_ENGINE, order_reloads=on_gpu)
+        insert_offloads(
+            self.joint,
+            alias_sets=self.alias_sets,
+            plan=plan,
+            candidates=self.candidates,
+            engine=_ENGINE,
+            order_reloads=on_gpu,
+        )
         verify_offloads(self.joint, host=HostTier(budget_bytes=plan.host_peak_bytes) if on_gpu else None)
         return self.joint
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, Storage, find_written_storages, storages_of
-from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, is_symbol
 
 TOKEN_BYTES = 8
 SUPPORTED_DEVICES = ("cpu", "cuda")
@@ -93,7 +93,7 @@ def _view_graph(storage: Storage, alias_sets: AliasSets) -> nx.DiGraph[fx.Node]:
         views.add_node(node)
         sources = [source for source in node.all_input_nodes if storage.idx in alias_sets.by_node[source]]
         others = [source for source in node.all_input_nodes if storage.idx not in alias_sets.by_node[source]]
-        if len(sources) == 1 and all(_is_symbol(other) for other in others):
+        if len(sources) == 1 and all(is_symbol(other) for other in others):
             views.add_edge(sources[0], node)
     return views
 
@@ -164,7 +164,3 @@ def _reason_of_size(storage: Storage, min_tensor_bytes: int) -> str:
     if size_bytes < min_tensor_bytes:
         return f"{size_bytes} bytes: below min_tensor_bytes={min_tensor_bytes}"
     return ""
-
-
-def _is_symbol(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))

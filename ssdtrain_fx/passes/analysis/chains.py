@@ -19,7 +19,6 @@ layers are compiled one by one.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -29,9 +28,6 @@ from torch import fx
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
-from ssdtrain_fx.passes.planning.place_transfers import HASTES, Choice, place
-from ssdtrain_fx.passes.planning.simulate import simulate
-from ssdtrain_fx.passes.planning.transfer_problem import Movable, TransferProblem
 
 
 def find_activation_inputs(example_inputs: Sequence[Any]) -> frozenset[int]:
@@ -73,47 +69,3 @@ def name_link(joint: ScheduledJointGraph) -> str:
     values = ((node.name, node.meta.get("val")) for node in joint.graph.nodes)
     lines = [f"{name} {tuple(value.shape) if isinstance(value, torch.Tensor) else value}" for name, value in values]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
-
-
-def choose_most(problem: TransferProblem, *, max_slowdown: float) -> Choice:
-    """The most bytes that can be away between forward and backward, for at most ``max_slowdown`` of the time.
-
-    Where several storages cost the same per byte, those that are away longest come first: in backward, they are needed
-    last. The simulation in the result is that of the graph alone, but its ``exposed_s`` is that of the chain.
-    """
-    allowed_s = max_slowdown * problem.step_s
-
-    def price(movable: Movable) -> tuple[float, ...]:
-        cost_s = problem.blocks_out_s(movable.size_bytes) + problem.blocks_in_s(movable.size_bytes)
-        return (cost_s / max(1, movable.size_bytes), movable.earliest_release - movable.wait, movable.idx)
-
-    chosen: list[Movable] = []
-    for movable in sorted(problem.movables, key=price):
-        if exposed_in_chain_s(problem, [*chosen, movable]) <= allowed_s:
-            chosen.append(movable)
-    placements = place(problem, chosen, HASTES[0])
-    alone = simulate(problem, placements)
-    forward_s = alone.start_s[problem.marker]
-    in_chain = dataclasses.replace(
-        alone,
-        exposed_s=exposed_in_chain_s(problem, chosen),
-        # What leaves at the end of forward may do so until the next forward has ended.
-        release_stall_s={
-            movable.idx: 2 * forward_s - alone.start_s[movable.complete]
-            for movable in chosen
-            if placements[movable.idx].release == problem.marker
-        },
-        wait_stall_s={},
-    )
-    return Choice(placements, in_chain, HASTES[0])
-
-
-def exposed_in_chain_s(problem: TransferProblem, chosen: Sequence[Movable]) -> float:
-    """How much longer each graph of a chain of alike ones takes when ``chosen`` move in each."""
-    hardware = problem.hardware
-    sizes = [movable.size_bytes for movable in chosen]
-    write_s, read_s = sum(map(hardware.write.transfer_s, sizes)), sum(map(hardware.read.transfer_s, sizes))
-    forward_s, backward_s = sum(problem.node_s[: problem.marker]), sum(problem.node_s[problem.marker :])
-    longer_forward_s = max(sum(map(problem.blocks_out_s, sizes)), write_s - forward_s)
-    longer_backward_s = max(sum(map(problem.blocks_in_s, sizes)), read_s - backward_s)
-    return longer_forward_s + longer_backward_s + problem.recompute_s

@@ -18,13 +18,13 @@ from torch import fx
 
 from ssdtrain_fx.passes.analysis.analyse import Analysis
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, Storage, find_alias_sets
+from ssdtrain_fx.passes.graph.copy_nodes import COPY_OF
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, WAIT
 from ssdtrain_fx.passes.graph.source_lines import source_line
 from ssdtrain_fx.passes.planning.plan import Offload, Plan
 from ssdtrain_fx.passes.planning.simulate import Simulation, simulate
 from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
-from ssdtrain_fx.passes.rewrites.insert_recomputations import COPY_OF
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

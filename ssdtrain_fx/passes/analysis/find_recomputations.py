@@ -24,7 +24,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import fx
@@ -32,9 +31,7 @@ from torch import fx
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.passes.analysis.candidates import Candidate
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_written_storages
-from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
-
-Inner = Literal["inductor", "aot_eager"]
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, is_symbol
 
 MAX_OPS = 8
 """Longest chain, views not counted. A guess: longer ones cost more than they save, and hold their intermediates."""
@@ -158,11 +155,11 @@ def find_recomputations(
     alias_sets: AliasSets,
     candidates: Sequence[Candidate],
     *,
-    inner: Inner,
+    fused: bool,
     max_ops: int = MAX_OPS,
 ) -> Mapping[int, Recomputation]:
     """What backward could make again, by index of the storage. See :func:`judge_recomputations` for the reasons."""
-    judged = judge_recomputations(joint, alias_sets, candidates, inner=inner, max_ops=max_ops)
+    judged = judge_recomputations(joint, alias_sets, candidates, fused=fused, max_ops=max_ops)
     return {idx: verdict for idx, verdict in judged.items() if isinstance(verdict, Recomputation)}
 
 
@@ -171,16 +168,17 @@ def judge_recomputations(
     alias_sets: AliasSets,
     candidates: Sequence[Candidate],
     *,
-    inner: Inner,
+    fused: bool,
     max_ops: int = MAX_OPS,
 ) -> Mapping[int, Recomputation | NoRecomputation]:
     """A verdict for every candidate that may leave memory. Those that must stay are in memory anyway.
 
     Args:
         candidates: of the same graph. Each recomputation on its own supposes that all others are kept or come back.
+        fused: Inductor compiles the graph, and what runs again is fused with other neighbours.
         max_ops: the longest chain, views not counted.
     """
-    finder = _Finder(joint, alias_sets, candidates, compiled=inner == "inductor", max_ops=max_ops)
+    finder = _Finder(joint, alias_sets, candidates, compiled=fused, max_ops=max_ops)
     verdicts: dict[int, Recomputation | NoRecomputation] = {}
     for candidate in candidates:
         if candidate.representative is None:
@@ -373,8 +371,3 @@ def _name(node: fx.Node) -> str:
     if isinstance(node.target, _torch_private.OpOverload):
         return node.target._schema.name.replace("::", ".")
     return str(getattr(node.target, "__name__", node.target))
-
-
-def is_symbol(node: fx.Node) -> bool:
-    """Is the value a number that is known at run time only?"""
-    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))

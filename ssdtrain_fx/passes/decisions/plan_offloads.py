@@ -1,6 +1,6 @@
 """The planner: (joint graph, what may move, node times, hardware) -> Plan.
 
-:func:`pose_problem` turns the graph into numbers. :func:`plan_offloads` lets ``place_transfers`` decide about these and
+:func:`~ssdtrain_fx.passes.analysis.pose_problem.pose_problem` turns the graph into numbers. :func:`plan_offloads` lets ``place_transfers`` decide about these and
 words the outcome: a decision with its reason for every saved storage, and where the peak stands before and after.
 """
 
@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from ssdtrain_fx.errors import BudgetError
-from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.analyse import Analysis
 from ssdtrain_fx.passes.analysis.candidates import Candidate
-from ssdtrain_fx.passes.analysis.chains import choose_most
 from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
-from ssdtrain_fx.passes.analysis.liveness import LiveInterval, memory_profile
 from ssdtrain_fx.passes.graph.source_lines import source_line
+from ssdtrain_fx.passes.planning.chains import choose_most
+from ssdtrain_fx.passes.planning.live_intervals import LiveInterval, memory_profile
 from ssdtrain_fx.passes.planning.place_transfers import (
     Choice,
     choose_all,
@@ -27,9 +26,9 @@ from ssdtrain_fx.passes.planning.place_transfers import (
     choose_lowest_peak,
     floor_bytes,
 )
-from ssdtrain_fx.passes.planning.plan import Decision, Keep, Offload, Peak, Plan, Recompute, SavedStorage
+from ssdtrain_fx.passes.planning.plan import Keep, Offload, Peak, Plan, PlannedDecision, Recompute, SavedStorage
 from ssdtrain_fx.passes.planning.reserve_time import reserve_time
-from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Placements, TransferProblem
+from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placements, TransferProblem
 from ssdtrain_fx.passes.planning.use_host_tier import use_host_tier
 
 KEPT_ELSEWHERE = "the peak is no higher with it in memory"
@@ -125,37 +124,6 @@ def describe_plan(
     )
 
 
-def pose_problem(
-    analysis: Analysis, *, hardware: Hardware, step_s: float | None = None, host: HostTier | None = None
-) -> TransferProblem:
-    """What has to be decided, in numbers.
-
-    Args:
-        host: staging that storages may stay in; None where there is none to spare, as on every CPU. A graph of a chain
-            has none either: all of them would hold it at the same time, and nobody knows how many they are.
-        step_s: time of the step without recomputation, when the graph recomputes more than the partitioner chose.
-    """
-    intervals = analysis.intervals
-    positions = analysis.joint.positions()
-    marker = positions[analysis.joint.marker]
-    movables = [
-        _describe_movable(candidate, intervals[candidate.storage.idx], positions, marker)
-        for candidate in analysis.candidates
-        if candidate.representative is not None
-    ]
-    moving = {movable.idx for movable in movables}
-    fixed = [interval for idx, interval in intervals.items() if idx not in moving]
-    return TransferProblem(
-        node_s=analysis.node_s,
-        marker=marker,
-        fixed_live_bytes=memory_profile(fixed, len(positions)).live_bytes,
-        movables=tuple(sorted(movables, key=lambda movable: (movable.complete, movable.idx))),
-        hardware=hardware,
-        recompute_s=0.0 if step_s is None else sum(analysis.node_s) - step_s,
-        host=None if analysis.activations else host,
-    )
-
-
 def add_recomputations(plan: Plan, analysis: Analysis, recomputations: Sequence[Recomputation]) -> Plan:
     """``plan``, made after ``recomputations`` were inserted, with a decision for what these make too.
 
@@ -178,36 +146,6 @@ def add_recomputations(plan: Plan, analysis: Analysis, recomputations: Sequence[
     ]
     storages = sorted((*plan.storages, *recomputed), key=lambda storage: positions[storage.name])
     return dataclasses.replace(plan, storages=tuple(storages), peak_before=_find_peak(analysis, {}))
-
-
-def _describe_movable(
-    candidate: Candidate, interval: LiveInterval, positions: Mapping[fx.Node, int], marker: int
-) -> Movable:
-    representative = candidate.representative
-    assert representative is not None
-    # Forward often ends with views that only backward reads. They go away, so they are no reads.
-    last_forward_read = positions[representative]
-    first_backward_read = len(positions)
-    only_for_backward: set[fx.Node] = set()
-    for node in reversed(candidate.storage.holders):
-        forward_users = [user for user in node.users if positions[user] < marker and user not in only_for_backward]
-        if not forward_users and node is not representative:
-            only_for_backward.add(node)
-        for user in node.users:
-            if positions[user] > marker:
-                first_backward_read = min(first_backward_read, positions[user])
-        last_forward_read = max([last_forward_read, *(positions[user] for user in forward_users)])
-    if candidate.storage.is_input:
-        last_forward_read = marker - 1  # the caller holds it until forward returns
-    return Movable(
-        idx=interval.storage_idx,
-        size_bytes=interval.size_bytes,
-        start=interval.start,
-        complete=positions[representative] + 1,
-        earliest_release=last_forward_read + 1,
-        wait=first_backward_read,
-        end=interval.end,
-    )
 
 
 def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
@@ -258,7 +196,7 @@ def _decide(
     movables: Mapping[int, Movable],
     room: Mapping[int, int] | None,
     reason_not_moved: str,
-) -> Decision:
+) -> PlannedDecision:
     idx = candidate.storage.idx
     if idx not in choice.placements:
         return Keep(candidate.reason_to_keep or reason_not_moved)
@@ -292,7 +230,7 @@ def _main_node(candidate: Candidate) -> fx.Node:
     return candidate.representative or candidate.saved_nodes[0]
 
 
-def describe_storage(candidate: Candidate, analysis: Analysis, decision: Decision) -> SavedStorage:
+def describe_storage(candidate: Candidate, analysis: Analysis, decision: PlannedDecision) -> SavedStorage:
     """What is known about the storage of ``candidate``, and ``decision`` about it."""
     node = _main_node(candidate)
     value = node.meta["val"]

@@ -16,20 +16,21 @@ from collections.abc import Sequence
 
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.analyse import Analysis
-from ssdtrain_fx.passes.analysis.find_recomputations import Inner, Recomputation, find_recomputations
+from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation, find_recomputations
 from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
 from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
 
 
 def propose_recomputations(
-    analysis: Analysis, problem: TransferProblem, *, hardware: Hardware, inner: Inner
+    analysis: Analysis, problem: TransferProblem, *, hardware: Hardware, fused: bool
 ) -> Sequence[tuple[Recomputation, ...]]:
     """Sets to plan for, none of them empty, no two equal.
 
     Args:
         problem: posed for the same graph.
+        fused: Inductor compiles the graph.
     """
-    found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, inner=inner)
+    found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, fused=fused)
     if not found:
         return ()
     # Node by node: what a copy is fused with is not known yet, so this is the most that it takes.

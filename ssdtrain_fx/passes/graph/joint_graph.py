@@ -15,7 +15,7 @@ Recomputation that the partitioner chose is already materialised: a recomputed n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -83,6 +83,10 @@ class ScheduledJointGraph:
         return self.gm.print_readable(print_output=False, include_stride=True, include_device=False)
 
 
+JointPass = Callable[[ScheduledJointGraph], ScheduledJointGraph]
+"""A pass: it may rewrite the graph in place, or return another one. Options of a pass are keyword-only parameters."""
+
+
 def join(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
@@ -107,7 +111,7 @@ def join(
     if len(saved) != len(forward_results) - num_forward_outputs or len(saved) > len(placeholders):
         raise InternalError(f"forward saves {forward_results[num_forward_outputs:]}, backward takes {placeholders}.")
     # By position, as the runtime passes them: functionalised random states have another name in each half.
-    received = [node for node in saved if _is_symbol(node)] + [node for node in saved if not _is_symbol(node)]
+    received = [node for node in saved if is_symbol(node)] + [node for node in saved if not is_symbol(node)]
     own_placeholders = placeholders[len(saved) :]
 
     def copy(nodes: Iterable[fx.Node]) -> None:
@@ -147,27 +151,16 @@ def split(joint: ScheduledJointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
     without a version check at the end of the tensors. All symbols that the partitioner saved stay saved, since they
     bind sizes that no node mentions.
     """
-    marker = joint.marker
     nodes = list(joint.graph.nodes)
-    boundary = nodes.index(marker)
+    boundary = nodes.index(joint.marker)
     forward_nodes, backward_nodes = nodes[:boundary], nodes[boundary + 1 : -1]
-    available = {node for node in forward_nodes if node.op != "get_attr"}.difference(joint.backward_inputs)
-
-    read: set[fx.Node] = {node for node in joint.gradients if isinstance(node, fx.Node)}
-    for node in backward_nodes:
-        read.update(node.all_input_nodes)
-    read &= available
-    old_symbols = [node for node in joint.saved if _is_symbol(node)]
-    old_values = [node for node in joint.saved if not _is_symbol(node) and node in read]
-    known = {*joint.saved}
-    new = [node for node in forward_nodes if node in read and node not in known]
-    values = [node for node in new if not _is_symbol(node)] + old_values
-    symbols = old_symbols + [node for node in new if _is_symbol(node)]
-
+    saved = find_saved(joint)
+    values = [node for node in saved if not is_symbol(node)]
+    symbols = [node for node in saved if is_symbol(node)]
     descriptors = joint.graph.output_node().meta["desc"]
     forward = _extract(
         joint.gm,
-        [node for node in forward_nodes if node.op == "placeholder" and node in available],
+        [node for node in forward_nodes if node.op == "placeholder" and node not in joint.backward_inputs],
         forward_nodes,
         [*joint.forward_outputs, *values, *symbols],
         [*descriptors[0], *_torch_private.saved_descriptors([*values, *symbols])],
@@ -183,6 +176,30 @@ def split(joint: ScheduledJointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         if node.op in ("call_function", "get_attr"):
             node.meta["autograd_backward"] = True
     return forward, backward
+
+
+def find_saved(joint: ScheduledJointGraph) -> tuple[fx.Node, ...]:
+    """What backward reads of forward, and all symbols that the partitioner saved: values first, then symbols.
+
+    New values come before those that the partitioner saved, new symbols after them.
+    """
+    nodes = list(joint.graph.nodes)
+    boundary = nodes.index(joint.marker)
+    in_backward = set(nodes[boundary + 1 : -1])
+    gradients = {node for node in joint.gradients if isinstance(node, fx.Node)}
+    backward_inputs = set(joint.backward_inputs)
+    forward = [node for node in nodes[:boundary] if node.op != "get_attr" and node not in backward_inputs]
+    read = dict.fromkeys(node for node in forward if node in gradients or not in_backward.isdisjoint(node.users))
+    values = [node for node in joint.saved if not is_symbol(node) and node in read]
+    symbols = [node for node in joint.saved if is_symbol(node)]
+    known = {*joint.saved}
+    new = [node for node in read if node not in known]
+    return (
+        *(node for node in new if not is_symbol(node)),
+        *values,
+        *symbols,
+        *(node for node in new if is_symbol(node)),
+    )
 
 
 def _extract(
@@ -215,7 +232,8 @@ def _extract(
     return extracted
 
 
-def _is_symbol(node: fx.Node) -> bool:
+def is_symbol(node: fx.Node) -> bool:
+    """Is the value of this node a number that is known at run time only?"""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 

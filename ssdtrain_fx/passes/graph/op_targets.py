@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-import ssdtrain_fx.runtime.ops as _registered  # the names below exist once the ops are registered
+import ssdtrain_fx.runtime.op_contract as _registered  # the names below exist once the ops are registered
 
 OFFLOAD = torch.ops.ssdtrain.offload.default
 RELEASE = torch.ops.ssdtrain.release.default

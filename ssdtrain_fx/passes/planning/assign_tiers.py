@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ssdtrain_fx.passes.analysis.liveness import LiveInterval
+from ssdtrain_fx.passes.planning.live_intervals import LiveInterval
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Tier
 
 

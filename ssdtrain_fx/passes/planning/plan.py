@@ -60,7 +60,8 @@ class Recompute:
     reason: str
 
 
-Decision = Keep | Offload | Recompute
+PlannedDecision = Keep | Offload | Recompute
+"""What a plan does with one storage. What a policy may return is ``policy.Decision``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class SavedStorage:
     """A parameter, a buffer or data that the caller passes in."""
     source: str
     """Line of user code that made it, or an empty string."""
-    decision: Decision
+    decision: PlannedDecision
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ def _storage_from(raw: dict[str, Any]) -> SavedStorage:
     return SavedStorage(**raw, decision=_decision_from(decision))
 
 
-def _decision_from(raw: dict[str, Any]) -> Decision:
+def _decision_from(raw: dict[str, Any]) -> PlannedDecision:
     if "reload" in raw:
         return Offload(**raw)
     if "sources" in raw:

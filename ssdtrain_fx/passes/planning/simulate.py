@@ -36,6 +36,7 @@ ChannelName = Literal["write", "read", "staging", "copy_out", "copy_in"]
 
 NUM_STEPS = len(Step)
 ROUNDING = 1e-9
+"""Share of the step by which sums of seconds may differ."""
 """Share of the step that sums of seconds in another order may differ by, at the very most."""
 
 

@@ -53,6 +53,7 @@ from typing import Any
 import numpy as np
 from scipy import optimize, sparse
 
+from ssdtrain_fx.passes.planning.simulate import ROUNDING
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, Placements, TransferProblem
 
 SCALE = 1000.0
@@ -476,7 +477,7 @@ class _Program:
             if (other.complete, other.idx) <= (movable.complete, movable.idx):
                 unwritten += self._write(other)
                 latest = max(latest, unwritten - (self._clock[marker] - self._clock[other.complete]))
-        latest = min(latest, self._head_start) / self.problem.hardware.share_when_both * (1 + 1e-9)
+        latest = min(latest, self._head_start) / self.problem.hardware.share_when_both * (1 + ROUNDING)
         return max(marker, bisect.bisect_left(self._clock, self._clock[marker] + latest) - 1)
 
     # -- durations -----------------------------------------------------------------------------------------------------

@@ -19,13 +19,11 @@ from collections.abc import Iterable
 
 from ssdtrain_fx.passes.planning.assign_tiers import fill_host_tier
 from ssdtrain_fx.passes.planning.place_transfers import HASTES, Choice, choose_lowest_peak, floor_bytes, place
-from ssdtrain_fx.passes.planning.simulate import simulate
+from ssdtrain_fx.passes.planning.simulate import ROUNDING, simulate
 from ssdtrain_fx.passes.planning.transfer_problem import Placement, TransferProblem
 
 SHARES = (1.0, 0.5, 0.25)
 """Of the budget, tried one after the other: the rest is left to the writes. A guess."""
-TOLERANCE = 1e-9
-"""Share of the step by which sums of seconds may differ."""
 
 
 def use_host_tier(
@@ -44,7 +42,7 @@ def use_host_tier(
     if problem.host is None or not choice.placements:
         return choice
     exposed_s = choice.simulation.exposed_s
-    allowed_s = exposed_s + TOLERANCE * problem.step_s
+    allowed_s = exposed_s + ROUNDING * problem.step_s
     found = [
         Choice(placements, simulate(problem, placements), haste) for placements, haste in _arrange(problem, choice)
     ]

@@ -26,10 +26,11 @@ import torch
 from torch import fx
 
 from ssdtrain_fx import _torch_private
-from ssdtrain_fx.passes.analysis.candidates import Candidate, view_path
-from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_written_storages, storages_of
-from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
-from ssdtrain_fx.passes.rewrites.insert_recomputations import copy_nodes, erase_unread, fake_result, find_saved
+from ssdtrain_fx.passes.analysis.candidates import Candidate, find_candidates, view_path
+from ssdtrain_fx.passes.analysis.chains import find_activations
+from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_alias_sets, find_written_storages, storages_of
+from ssdtrain_fx.passes.graph.copy_nodes import copy_nodes, erase_unread, fake_result
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, find_saved
 
 MIN_PARTS = 4
 MIN_SAVED_BYTES = 1 << 16
@@ -48,18 +49,22 @@ class _Copy:
 
 def copy_out_views(
     joint: ScheduledJointGraph,
-    alias_sets: AliasSets,
-    candidates: Sequence[Candidate],
     *,
+    min_tensor_bytes: int,
     min_parts: int = MIN_PARTS,
     min_saved_bytes: int = MIN_SAVED_BYTES,
 ) -> ScheduledJointGraph:
     """Rewrite ``joint.gm`` in place, and return it with what is saved now. Where no copy pays, nothing changes.
 
     Args:
+        min_tensor_bytes: storages smaller than this are no candidates.
         min_parts: copy when all saved views of a storage together are at most this part of it: 4 means a quarter.
         min_saved_bytes: and when at least this much is freed.
     """
+    alias_sets = find_alias_sets(joint.graph)
+    candidates = find_candidates(
+        joint, alias_sets, min_tensor_bytes=min_tensor_bytes, activations=find_activations(joint)
+    )
     held = storages_of((*joint.forward_outputs, *joint.gradients), alias_sets)
     held |= find_written_storages(joint.graph, alias_sets)
     positions = joint.positions()

@@ -57,10 +57,10 @@ class _Chain:
 
 def insert_offloads(
     joint: ScheduledJointGraph,
+    *,
     alias_sets: AliasSets,
     plan: Plan,
     candidates: Sequence[Candidate],
-    *,
     engine: str,
     link: str = "",
     order_reloads: bool = False,

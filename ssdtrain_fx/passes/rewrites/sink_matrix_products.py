@@ -23,11 +23,11 @@ from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 _PRODUCT, _SUM = "aten.mm.default", "aten.add.Tensor"
 
 
-def sink_matrix_products(joint: ScheduledJointGraph) -> None:
+def sink_matrix_products(joint: ScheduledJointGraph) -> ScheduledJointGraph:
     """Rewrite ``joint`` in place. The rule is that of Inductor's post-grad pass (read in torch 2.13)."""
     found = [(product, node) for node in joint.graph.nodes if (product := _find_product(node)) is not None]
     if not found:
-        return
+        return joint
     positions = joint.positions()
     marker = positions[joint.marker]
     alias_sets = find_alias_sets(joint.graph)
@@ -38,6 +38,7 @@ def sink_matrix_products(joint: ScheduledJointGraph) -> None:
         if same_half and written.isdisjoint(read):
             node.prepend(product)
     joint.gm.recompile()
+    return joint
 
 
 def _find_product(node: fx.Node) -> fx.Node | None:

@@ -32,13 +32,13 @@ WAITS_FOR_KERNELS = 8
 """The backward of a layer has more matrix products. What a layer adds up within itself does not live for long."""
 
 
-def store_sums(joint: ScheduledJointGraph) -> None:
+def store_sums(joint: ScheduledJointGraph) -> ScheduledJointGraph:
     """Mark nodes of backward in ``joint``, in place."""
     positions = joint.positions()
     marker = positions[joint.marker]
     sums = [positions[node] for node in joint.graph.nodes if positions[node] > marker and _adds_equals(node)]
     if not sums:
-        return
+        return joint
     found = NodeFacts(joint, find_alias_sets(joint.graph))
     facts, users = found.facts, found.users
     kernels_until = list(itertools.accumulate(fact.kind is Kind.KERNEL for fact in facts))
@@ -61,6 +61,7 @@ def store_sums(joint: ScheduledJointGraph) -> None:
             continue
         if all(dies(term, position, math.prod(facts[position].shape)) for term in node.all_input_nodes):
             node.meta[STORED] = node.meta[_torch_private.REALIZE_TO_STRIDES] = True
+    return joint
 
 
 def _adds_equals(node: fx.Node) -> bool:

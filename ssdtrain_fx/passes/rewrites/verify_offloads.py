@@ -29,11 +29,14 @@ from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, 
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier
 
 
-def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None) -> None:
-    """Raises InternalError when the rewritten graph breaks an invariant (see the head of this file).
+def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None) -> ScheduledJointGraph:
+    """Check ``joint`` and return it as it is.
 
     Args:
         host: what the host tier may hold; None where there is none.
+
+    Raises:
+        InternalError: the rewritten graph breaks an invariant (see the head of this file).
     """
     graph = joint.graph
     graph.lint()
@@ -77,6 +80,7 @@ def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None)
     _verify_host_tier(joint, alias_sets, host)
     _verify_reload_orders(graph)
     _verify_first(graph)
+    return joint
 
 
 def _verify_reload(reload: fx.Node, positions: dict[fx.Node, int], marker: int) -> None:

@@ -1,14 +1,5 @@
 """What one engine knows: entries, chunks, fills, slots and counters, behind one lock.
 
-The life of a chunk, the unit of transfer::
-
-    SOURCE -> COPYING -> STAGED -> WRITING -> ON_DISK      (or SOURCE -> WRITING, where no staging is needed)
-       |                 |  | ^       '-----> KEPT        (the write failed: the bytes stay in ordinary memory)
-       |                 |  v |
-       |                 | HELD                           (in the host tier, until somebody else needs the buffer)
-       |                 |  |
-       '-----------------'--'---------------> CANCELLED   (the last token died first, or the tensor stays in memory)
-
 Guarantees:
 
 * A chunk's bytes are in at least one place at any time until its entry is dead.
@@ -22,29 +13,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
 import logging
 import threading
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.book.admission import Admission
+from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Traffic
-from ssdtrain_fx.runtime.handles.tokens import Owner
-from ssdtrain_fx.runtime.memory.movers import Mark, Region
-from ssdtrain_fx.runtime.memory.staging import StagingBuffer
-from ssdtrain_fx.runtime.storage.slots import ALIGNMENT_BYTES, Slot, SlotAllocator
+from ssdtrain_fx.runtime.storage.slots import SlotAllocator
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
-from ssdtrain_fx.runtime.trace import Trace
-
-if TYPE_CHECKING:
-    from ssdtrain_fx.runtime.lanes.lane import Lane
-    from ssdtrain_fx.runtime.policy.graph_runs import GraphRun
 
 log = logging.getLogger(__name__)
 
@@ -52,155 +34,16 @@ TRIM_ABOVE_BYTES = 1 << 30
 """A smaller file is never cut while the engine is open. A guess."""
 
 
-class ChunkState(enum.Enum):
-    SOURCE = enum.auto()
-    COPYING = enum.auto()
-    STAGED = enum.auto()
-    HELD = enum.auto()
-    WRITING = enum.auto()
-    ON_DISK = enum.auto()
-    KEPT = enum.auto()
-    CANCELLED = enum.auto()
+class Observer(Protocol):
+    """What records events: see :class:`ssdtrain_fx.runtime.trace.Trace`."""
 
+    def add_stall(self, entry: Entry, stall_s: float) -> None: ...
 
-class Chunk:
-    """``length`` bytes of an entry, from byte ``start`` on."""
+    def add_transfer(
+        self, name: str, began_ns: int, chunk: Chunk, error: BaseException | None = None, *, asynchronous: bool = False
+    ) -> None: ...
 
-    state = ChunkState.SOURCE
-    staging: StagingBuffer | None = None
-    copied: Mark = None
-    """When the bytes are in ``staging``."""
-    kept: Tensor | None = None
-    checksum = 0
-    leading = b""
-    trailing = b""
-    """What of it lies in front of its first and behind its last page, and is not written."""
-    arriving = False
-    """It is being read ahead."""
-
-    def __init__(self, entry: Entry, start: int, length: int) -> None:
-        self.entry = entry
-        self.start = start
-        self.length = length
-        self.waiting_fills: list[Fill] = []
-        """Reloads that came before the bytes left the tensor, or while they were being read ahead."""
-
-    @property
-    def pages(self) -> tuple[int, int]:
-        """Which bytes of the slot hold what lies between ``leading`` and ``trailing``: the first and their number."""
-        lead_bytes = len(self.leading)
-        return self.start + lead_bytes - self.entry.lead_bytes, self.length - lead_bytes - len(self.trailing)
-
-
-class Entry:
-    """One offloaded tensor."""
-
-    # Defaults belong to the class: with cold caches, every attribute that is set takes time of its own.
-    slot: Slot | None = None
-    from_source = False
-    """The file gets its whole pages straight from the tensor."""
-    lead_bytes = 0
-    trail_bytes = 0
-    """In front of the first and behind the last of these pages."""
-    uncopied = 0
-    """Chunks whose copy out of the tensor has not been issued; ``release`` waits for 0."""
-    unsafe = 0
-    """Chunks whose copy out of the tensor may not be over; ``source`` must live until 0."""
-    released = False
-    """Until its release the engine holds ``source``, and then the caller of ``release`` drops it: dropped by an I/O
-    thread, it might not be gone when ``release`` returns."""
-    busy = 0
-    """Chunks on their way to the file, and reads; the slot is in use until 0."""
-    has_kept = False
-    stays = False
-    """It stays in memory: what is not in the file yet will not be written."""
-    resident: Tensor | None = None
-    """From its release on, what stays."""
-    prepaid_s = 0.0
-    """Stalls that are in the plan, or were predicted and paid for, but have not come yet."""
-    dead = False
-    host = False
-    """It is to stay in staging buffers rather than to go to the file."""
-    reload_order: int | None = None
-    """Its turn among the tensors of its graph when backward reloads them; None where nobody has said."""
-    run: GraphRun | None = None
-    """The run of a graph that it belongs to, where graphs follow one another."""
-    ahead: Ahead | None = None
-    """A reload that was begun before backward asked for it."""
-    reloaded = False
-    """Backward has asked for it."""
-    owner: weakref.ref[Owner]
-
-    def __init__(self, x: Tensor, name: str, source: Tensor, byte_count: int, lane: Lane) -> None:
-        self.name = name
-        self.lane = lane
-        """What moves it."""
-        self.address = x.data_ptr()
-        self.size: tuple[int, ...] = x.size()
-        self.stride = x.stride()
-        self.stored_stride = self.stride if source is x else source.stride()
-        self.dtype = x.dtype
-        self.device = x.device
-        self.byte_count = byte_count
-        self.source: Region | None = Region(source, byte_count)
-        self.ready = lane.mover.mark(self.device)
-        """When the tensor is complete."""
-        self.chunks: list[Chunk] = []
-        self.fills: dict[int, Fill] = {}
-        """By the address of the tensor that ``reload`` returned, until ``wait`` has succeeded."""
-        self.waited_addresses: set[int] = set()
-
-    def cut_at_pages(self) -> None:
-        """Write it from where it is: direct I/O moves whole pages only."""
-        assert self.source is not None
-        self.from_source = True
-        self.lead_bytes = -self.source.address % ALIGNMENT_BYTES
-        self.trail_bytes = (self.source.address + self.byte_count) % ALIGNMENT_BYTES
-
-    @property
-    def unneeded_on_disk(self) -> bool:
-        """Nobody will read the file."""
-        return self.dead or self.stays
-
-
-class Fill:
-    """One reload: the bytes of ``entry`` on their way into ``target``."""
-
-    error: Exception | None = None
-    forwarded = False
-
-    def __init__(self, entry: Entry, target: Tensor, temporary: Tensor | None, ready: Mark) -> None:
-        self.entry = entry
-        self.target: Region | None = Region(target if temporary is None else temporary, entry.byte_count)
-        self.temporary = temporary
-        """The bytes in their stored layout, where ``reload`` asked for another one."""
-        self.ready = ready
-        """When the memory of ``target`` may be written."""
-        self.marks: list[Mark] = []
-        self.unissued = len(entry.chunks)
-        """Chunks that ``wait`` has to wait for."""
-        self.unfinished = self.unissued
-        """Chunks that still need ``target``."""
-
-    def fail(self, error: Exception) -> None:
-        """The bytes cannot be had. The first error counts.
-
-        Without its traceback: that holds the frames of the op that met the error, these hold the token, and the token
-        would keep the entry, which holds this fill, for ever. Frames of an I/O thread hold the tensor, and the error.
-        """
-        error = error.with_traceback(None)
-        if self.error is None:
-            self.error = error
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ahead:
-    """A reload that nobody has asked for yet."""
-
-    tensor: Tensor
-    fill: Fill
-    stream: object
-    """The stream whose memory ``tensor`` is; None on the CPU."""
+    def add_levels(self, *, staging_bytes: int, in_flight_bytes: int) -> None: ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -257,7 +100,7 @@ class Ledger:
         self.ended_transfers = 0
         self.idle_waiters = 0
         """Who waits until nothing is in flight. To notify nobody would be dear: ``threading`` has gone cold."""
-        self.trace: Trace | None = None
+        self.trace: Observer | None = None
         """What records events, where somebody wants to see them."""
         self.closed = False
         self.failure: BaseException | None = None
@@ -357,7 +200,7 @@ class Ledger:
                 if chunk.state is ChunkState.SOURCE:
                     self.source_is_safe(chunk)
                     self.cancel(chunk)
-                    entry.lane.drop_waiting(chunk)
+                    self.drop_waiting(chunk)
             entry.dead = True
             if entry.ahead is not None:
                 self.drop_ahead(entry)
@@ -432,6 +275,21 @@ class Ledger:
             self._retire_if_idle(entry)
         if self.idle_waiters and not self.counters.in_flight_bytes:
             self.progress.notify_all()
+
+    def drop_waiting(self, chunk: Chunk) -> None:
+        """End the reads that wait for ``chunk`` to leave its tensor, which it never will."""
+        while chunk.waiting_fills:
+            fill = chunk.waiting_fills.pop()
+            fill.unissued -= 1
+            self.end_read(fill, chunk)
+
+    def end_read(self, fill: Fill, chunk: Chunk) -> None:
+        """``chunk`` needs the target of ``fill`` no more."""
+        fill.unfinished -= 1
+        if fill.unfinished == 0:
+            self.trash.append(fill.target)
+            fill.target = None
+        self.settle(fill.entry, chunk.length)
 
     def _retire_if_idle(self, entry: Entry) -> None:
         if entry.busy:

@@ -16,15 +16,33 @@ from __future__ import annotations
 
 import collections
 import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ssdtrain_fx.errors import InternalError
 
-if TYPE_CHECKING:
-    from ssdtrain_fx.runtime.engine import Engine
+
+class Engine(Protocol):
+    """The part of :class:`ssdtrain_fx.runtime.engine.Engine` that the ops reach through an owner."""
+
+    def release(self, owner: Owner, x: Tensor, *, late: bool = False, own: bool = False) -> Owner: ...
+
+    def reload(
+        self,
+        owner: Owner,
+        size: Sequence[int],
+        stride: Sequence[int] | None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        idle_bytes: int | None = None,
+    ) -> Tensor: ...
+
+    def wait(self, y: Tensor, owner: Owner) -> None: ...
+
+    def hand_over(self, y: Tensor) -> Tensor: ...
 
 
 class Owner:

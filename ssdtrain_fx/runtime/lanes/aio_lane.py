@@ -48,16 +48,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ssdtrain_fx.runtime.book.ledger import Chunk, ChunkState, Entry, Fill, Ledger
+from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES, round_up
+from ssdtrain_fx.runtime.book.ledger import Ledger
+from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Direction, Transfer
 from ssdtrain_fx.runtime.lanes.aio import READ, WRITE, Aio
-from ssdtrain_fx.runtime.lanes.lane import BLOCK_S, Lane, checksum_error, checksum_of
+from ssdtrain_fx.runtime.lanes.lane import Lane, checksum_error, checksum_of
 from ssdtrain_fx.runtime.memory.huge_pages import HugePages
 from ssdtrain_fx.runtime.memory.movers import CpuMover, Region, keep_bytes
 from ssdtrain_fx.runtime.memory.staging import StagingBuffer, StagingPool
 from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
-from ssdtrain_fx.runtime.policy.patience import Patience
-from ssdtrain_fx.runtime.storage.slots import ALIGNMENT_BYTES, round_up
+from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Patience
 from ssdtrain_fx.runtime.storage.spill_file import bytes_done
 
 DIRECT_CHUNK_BYTES = 16 << 20

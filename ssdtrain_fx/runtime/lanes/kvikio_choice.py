@@ -128,7 +128,7 @@ def run_in_child(command: Sequence[str], timeout_s: float = TRIAL_TIMEOUT_S) -> 
     Raises:
         TrialError: it failed, printed something else, or took longer than ``timeout_s`` and was killed.
     """
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
     # Files, not pipes: a child that even a kill does not end must not hold us up by its end of a pipe.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:

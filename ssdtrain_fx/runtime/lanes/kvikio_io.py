@@ -26,7 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssdtrain_fx.runtime.book.ledger import Chunk, ChunkState, Fill, Ledger
+from ssdtrain_fx.runtime.alignment import round_up
+from ssdtrain_fx.runtime.book.ledger import Ledger
+from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Fill
 from ssdtrain_fx.runtime.book.traffic import Direction, Transfer
 from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio
 from ssdtrain_fx.runtime.lanes.thread_lane import Task, ThreadLane
@@ -34,7 +36,6 @@ from ssdtrain_fx.runtime.memory.cuda import CudaMover
 from ssdtrain_fx.runtime.memory.movers import Mark, Region
 from ssdtrain_fx.runtime.memory.staging import StagingPool
 from ssdtrain_fx.runtime.policy.patience import Patience
-from ssdtrain_fx.runtime.storage.slots import round_up
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
 
 CHUNK_BYTES = 16 << 20

@@ -13,14 +13,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ssdtrain_fx.runtime.book.ledger import Chunk, ChunkState, Entry, Fill, Ledger
+from ssdtrain_fx.runtime.book.ledger import Ledger
+from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Transfer
 from ssdtrain_fx.runtime.memory.movers import Mover
 from ssdtrain_fx.runtime.memory.staging import StagingBuffer, StagingPool
-from ssdtrain_fx.runtime.policy.patience import Patience
-
-BLOCK_S = 0.5
-"""Who waits looks up this often whether the engine was closed."""
+from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Patience
 
 
 class ChecksumError(Exception):
@@ -148,11 +146,6 @@ class Lane(abc.ABC):
         if trace is not None:
             trace.add_levels(staging_bytes=self.pool.used_bytes, in_flight_bytes=self._ledger.counters.in_flight_bytes)
 
-    def drop_waiting(self, chunk: Chunk) -> None:
-        """The reads that wait for ``chunk`` to leave its tensor, which it never will, are over. Needs the lock."""
-        while chunk.waiting_fills:
-            self._read_is_over(chunk.waiting_fills.pop(), chunk)
-
     def _read_is_over(self, fill: Fill, chunk: Chunk) -> None:
         """``chunk`` has come back without a staging buffer, or nobody wants it."""
         fill.unissued -= 1
@@ -161,11 +154,7 @@ class Lane(abc.ABC):
     def _finish_read(self, fill: Fill, chunk: Chunk, buffer: StagingBuffer | None) -> None:
         if buffer is not None:
             self.pool.drop_user(buffer)
-        fill.unfinished -= 1
-        if fill.unfinished == 0:
-            self._ledger.trash.append(fill.target)
-            fill.target = None
-        self._ledger.settle(fill.entry, chunk.length)
+        self._ledger.end_read(fill, chunk)
         self._trace_levels()
 
 

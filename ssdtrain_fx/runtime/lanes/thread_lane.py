@@ -37,15 +37,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ssdtrain_fx.runtime.book.ledger import Chunk, ChunkState, Entry, Fill, Ledger
+from ssdtrain_fx.runtime.alignment import round_up
+from ssdtrain_fx.runtime.book.ledger import Ledger
+from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Direction, Transfer
-from ssdtrain_fx.runtime.lanes.lane import BLOCK_S, Lane, checksum_error, checksum_of
+from ssdtrain_fx.runtime.lanes.lane import Lane, checksum_error, checksum_of
 from ssdtrain_fx.runtime.memory.movers import Mark, Mover, Region, keep_bytes
 from ssdtrain_fx.runtime.memory.staging import StagingBuffer, StagingPool
 from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
 from ssdtrain_fx.runtime.policy.host_tier import HostTier
-from ssdtrain_fx.runtime.policy.patience import Patience
-from ssdtrain_fx.runtime.storage.slots import round_up
+from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Patience
 
 BUFFERS_FOR_READS = 1
 """Also where reads need none: with the smallest staging, one thread is then free for them when writes take long."""

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from ssdtrain_fx import _torch_private
+from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES, round_up
 from ssdtrain_fx.runtime.memory.staging import HUGE_PAGE_BYTES
-from ssdtrain_fx.runtime.storage.slots import ALIGNMENT_BYTES, round_up
 
 IDLE_BYTES = 96 << 20
 """What backward of one layer reads in GPT-2 of 12 layers, hidden 384, batch 8 x 512: tensors of 24, 18 and 6 MiB."""

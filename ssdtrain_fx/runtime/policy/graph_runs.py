@@ -22,37 +22,8 @@ from __future__ import annotations
 import threading
 import weakref
 
-from ssdtrain_fx.runtime.book.ledger import Entry, Ledger
-
-
-class GraphRun:
-    """One run of the forward of the graph ``link``, and what it has offloaded."""
-
-    __slots__ = (
-        "__weakref__",
-        "_before",
-        "handles",
-        "last_waited_bytes",
-        "link",
-        "names",
-        "reload_count",
-        "used_bytes",
-    )
-
-    def __init__(self, link: str, before: GraphRun | None) -> None:
-        self.link = link
-        self._before = None if before is None else weakref.ref(before)
-        self.handles: list[int] = []
-        self.names: set[str] = set()
-        self.reload_count = 0
-        self.used_bytes = 0
-        """What backward has got back and, by now, used."""
-        self.last_waited_bytes = 0
-
-    @property
-    def before(self) -> GraphRun | None:
-        """The run before this one, unless nothing of it is left."""
-        return None if self._before is None else self._before()
+from ssdtrain_fx.runtime.book.ledger import Ledger
+from ssdtrain_fx.runtime.book.records import Entry, GraphRun
 
 
 class _OfThread(threading.local):

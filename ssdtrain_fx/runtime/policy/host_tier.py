@@ -28,8 +28,7 @@ import itertools
 import math
 import threading
 
-from ssdtrain_fx.runtime.book.ledger import Chunk, ChunkState, Entry
-from ssdtrain_fx.runtime.policy.graph_runs import GraphRun
+from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, GraphRun
 
 
 class _Run:

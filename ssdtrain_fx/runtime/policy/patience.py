@@ -13,6 +13,9 @@ from ssdtrain_fx.runtime.book.ledger import Ledger
 
 Clock = Callable[[], float]
 
+BLOCK_S = 0.5
+"""Who waits looks up this often whether the engine was closed."""
+
 
 class Patience:
     """Runs out when no transfer of an engine has ended for ``timeout_s``; None: never. Used with the ledger's lock."""

@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from ssdtrain_fx.errors import InternalError, StalledDiskError
-from ssdtrain_fx.runtime.book.ledger import Entry, Fill, Ledger
+from ssdtrain_fx.runtime.book.ledger import Ledger
+from ssdtrain_fx.runtime.book.records import Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Direction
-from ssdtrain_fx.runtime.lanes.lane import BLOCK_S, Lane
-from ssdtrain_fx.runtime.policy.patience import Clock, Patience
+from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Clock, Patience
+
+
+class Lane(Protocol):
+    """The part of :class:`ssdtrain_fx.runtime.lanes.lane.Lane` that waiting needs."""
+
+    staging_bytes: int
+
+    def hurry(self, fill: Fill) -> None: ...
+
+    def wait_for_progress(self, timeout_s: float) -> bool: ...
 
 
 class Stalls:

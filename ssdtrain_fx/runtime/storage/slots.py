@@ -17,12 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ALIGNMENT_BYTES = 4096
-
-
-def round_up(size_bytes: int) -> int:
-    """The smallest multiple of the alignment that holds ``size_bytes``: 1 -> 4096, 4096 -> 4096, 4097 -> 8192."""
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+from ssdtrain_fx.runtime.alignment import round_up
 
 
 class Slot(NamedTuple):

@@ -25,8 +25,8 @@ import threading
 from pathlib import Path
 from typing import Protocol
 
+from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES
 from ssdtrain_fx.runtime.storage.rank import process_rank, rank_directory
-from ssdtrain_fx.runtime.storage.slots import ALIGNMENT_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from runtime_fakes import FakeCuda, MemoryFile, fetch, open_engine
 from torch import Tensor
 
 from ssdtrain_fx.runtime.book.admission import BALANCE_LIMIT_S, MIN_STALL_SHARE, Admission
-from ssdtrain_fx.runtime.book.ledger import Entry, Fill, Ledger
+from ssdtrain_fx.runtime.book.ledger import Ledger
+from ssdtrain_fx.runtime.book.records import Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import HALF_LIFE_BYTES, Direction, RateMeter, Traffic
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine

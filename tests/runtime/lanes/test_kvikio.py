@@ -11,7 +11,7 @@ from runtime_fakes import FakeCuda, FakeEvent, KvikioStandInEngine, fetch, offlo
 from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError, ConfigError
-from ssdtrain_fx.runtime.book.ledger import Chunk
+from ssdtrain_fx.runtime.book.records import Chunk
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.kvikio_io import KvikioLane

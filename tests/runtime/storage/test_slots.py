@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdtrain_fx.runtime.storage.slots import ALIGNMENT_BYTES, Slot, SlotAllocator
+from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES
+from ssdtrain_fx.runtime.storage.slots import Slot, SlotAllocator
 
 Calls = st.lists(
     st.one_of(

@@ -1,18 +1,16 @@
-"""Run the passes of a user on the scheduled joint graph, in front of all of ours, and check what each returns.
+"""Check what a pass of the user returns: what later passes and AOTAutograd rely on.
 
-Checked is what the passes behind, and AOTAutograd, rely on; not that the graph still computes the same, which
-:mod:`ssdtrain_fx.testing` is for:
+Whether the graph still computes the same is not checked: :mod:`ssdtrain_fx.testing` is for that.
 
-- it is a well-formed ``ScheduledJointGraph`` with one ``backward_starts()``
-- it takes the same arguments, and returns as many outputs and gradients, of the same shapes, dtypes and devices
-- nothing in forward reads what only backward has, such as tangents
-- new nodes have ``meta["val"]``, from which storages and sizes are known
+- It is a well-formed ``ScheduledJointGraph`` with one ``backward_starts()``.
+- It takes the same arguments, and returns as many outputs and gradients, of the same shapes, dtypes and devices.
+- No node in forward reads what only backward has, such as tangents.
+- New nodes have ``meta["val"]``, from which storages and sizes are known.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -20,27 +18,24 @@ from torch import fx
 
 from ssdtrain_fx.errors import PassError
 from ssdtrain_fx.function_names import display_name
-from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, backward_starts
-from ssdtrain_fx.passes.rewrites.insert_recomputations import find_saved
-
-JointPass = Callable[[ScheduledJointGraph], ScheduledJointGraph]
-"""May rewrite the graph in place, or return another one."""
+from ssdtrain_fx.passes.graph.joint_graph import JointPass, ScheduledJointGraph, backward_starts, find_saved
 
 
-def run_custom_passes(joint: ScheduledJointGraph, passes: Sequence[JointPass]) -> ScheduledJointGraph:
-    """The graph behind all ``passes``, with what backward reads of it as ``saved``.
+def checked(custom_pass: JointPass) -> JointPass:
+    """``custom_pass``, which raises PassError where it returns a graph that cannot be compiled.
 
-    Raises:
-        PassError: a pass returned a graph that cannot be compiled; the message names the pass and the node.
+    The message names the pass and the node. The graph that is returned has what backward reads of forward as ``saved``.
     """
-    for run_pass in passes:
+
+    def run(joint: ScheduledJointGraph) -> ScheduledJointGraph:
         before = _Interface.of(joint)
         without_value = {node for node in joint.graph.nodes if "val" not in node.meta}
-        returned = run_pass(joint)
+        returned = custom_pass(joint)
         if not isinstance(returned, ScheduledJointGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
-            _fail(run_pass, f"returned {returned!r}; expected the ScheduledJointGraph")
-        joint = _check(run_pass, returned, before, without_value)
-    return joint
+            _fail(custom_pass, f"returned {returned!r}; expected the ScheduledJointGraph")
+        return _check(custom_pass, returned, before, without_value)
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,20 +54,20 @@ class _Interface:
 
 
 def _check(
-    run_pass: JointPass, joint: ScheduledJointGraph, before: _Interface, without_value: set[fx.Node]
+    custom_pass: JointPass, joint: ScheduledJointGraph, before: _Interface, without_value: set[fx.Node]
 ) -> ScheduledJointGraph:
     markers = joint.graph.find_nodes(op="call_function", target=backward_starts)
     if len(markers) != 1:
-        _fail(run_pass, f"left {len(markers)} backward_starts() in the graph; expected one")
+        _fail(custom_pass, f"left {len(markers)} backward_starts() in the graph; expected one")
     try:
         joint.graph.lint()
     except (RuntimeError, ValueError) as error:
-        _fail(run_pass, f"left a graph that is not well-formed: {error}")
+        _fail(custom_pass, f"left a graph that is not well-formed: {error}")
     after = _Interface.of(joint)
     for what in ("inputs", "outputs", "gradients"):
         found, expected = getattr(after, what), getattr(before, what)
         if found != expected:
-            _fail(run_pass, f"changed the {what} to {list(found)}; expected {list(expected)}")
+            _fail(custom_pass, f"changed the {what} to {list(found)}; expected {list(expected)}")
     in_forward = True
     for node in joint.graph.nodes:
         in_forward = in_forward and node is not markers[0]
@@ -80,9 +75,11 @@ def _check(
             continue
         foreign = set(node.all_input_nodes).intersection(joint.backward_inputs)
         if in_forward and foreign:
-            _fail(run_pass, f"lets {node.name} in forward read {', '.join(map(str, foreign))}, which only backward has")
+            _fail(
+                custom_pass, f"lets {node.name} in forward read {', '.join(map(str, foreign))}, which only backward has"
+            )
         if "val" not in node.meta and node not in without_value and node.op == "call_function":
-            _fail(run_pass, f"left {node.name} without meta['val']; give it the value of what it stands for")
+            _fail(custom_pass, f"left {node.name} without meta['val']; give it the value of what it stands for")
     joint.gm.recompile()
     return dataclasses.replace(joint, saved=find_saved(joint))
 
@@ -94,5 +91,5 @@ def _describe(value: object) -> str:
     return str(value) if value is None or isinstance(value, (int, float)) else type(value).__name__
 
 
-def _fail(run_pass: JointPass, message: str) -> NoReturn:
-    raise PassError(f"Custom pass {display_name(run_pass)} {message}.")
+def _fail(custom_pass: JointPass, message: str) -> NoReturn:
+    raise PassError(f"Custom pass {display_name(custom_pass)} {message}.")

@@ -1,0 +1,74 @@
+"""Turn an analysed graph into the numbers that the planner decides about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes.analysis.analyse import Analysis
+from ssdtrain_fx.passes.analysis.candidates import Candidate
+from ssdtrain_fx.passes.planning.live_intervals import LiveInterval, memory_profile
+from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, TransferProblem
+
+
+def pose_problem(
+    analysis: Analysis, *, hardware: Hardware, step_s: float | None = None, host: HostTier | None = None
+) -> TransferProblem:
+    """What has to be decided, in numbers.
+
+    Args:
+        host: staging that storages may stay in; None where there is none to spare, as on every CPU. A graph of a chain
+            has none either: all of them would hold it at the same time, and nobody knows how many they are.
+        step_s: time of the step without recomputation, when the graph recomputes more than the partitioner chose.
+    """
+    intervals = analysis.intervals
+    positions = analysis.joint.positions()
+    marker = positions[analysis.joint.marker]
+    movables = [
+        _describe_movable(candidate, intervals[candidate.storage.idx], positions, marker)
+        for candidate in analysis.candidates
+        if candidate.representative is not None
+    ]
+    moving = {movable.idx for movable in movables}
+    fixed = [interval for idx, interval in intervals.items() if idx not in moving]
+    return TransferProblem(
+        node_s=analysis.node_s,
+        marker=marker,
+        fixed_live_bytes=memory_profile(fixed, len(positions)).live_bytes,
+        movables=tuple(sorted(movables, key=lambda movable: (movable.complete, movable.idx))),
+        hardware=hardware,
+        recompute_s=0.0 if step_s is None else sum(analysis.node_s) - step_s,
+        host=None if analysis.activations else host,
+    )
+
+
+def _describe_movable(
+    candidate: Candidate, interval: LiveInterval, positions: Mapping[fx.Node, int], marker: int
+) -> Movable:
+    representative = candidate.representative
+    assert representative is not None
+    # Forward often ends with views that only backward reads. They go away, so they are no reads.
+    last_forward_read = positions[representative]
+    first_backward_read = len(positions)
+    only_for_backward: set[fx.Node] = set()
+    for node in reversed(candidate.storage.holders):
+        forward_users = [user for user in node.users if positions[user] < marker and user not in only_for_backward]
+        if not forward_users and node is not representative:
+            only_for_backward.add(node)
+        for user in node.users:
+            if positions[user] > marker:
+                first_backward_read = min(first_backward_read, positions[user])
+        last_forward_read = max([last_forward_read, *(positions[user] for user in forward_users)])
+    if candidate.storage.is_input:
+        last_forward_read = marker - 1  # the caller holds it until forward returns
+    return Movable(
+        idx=interval.storage_idx,
+        size_bytes=interval.size_bytes,
+        start=interval.start,
+        complete=positions[representative] + 1,
+        earliest_release=last_forward_read + 1,
+        wait=first_backward_read,
+        end=interval.end,
+    )

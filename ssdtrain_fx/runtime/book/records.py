@@ -1,0 +1,206 @@
+"""The records of one engine: offloaded tensors, their chunks, their reloads, and the runs of graphs they belong to.
+
+The life of a chunk, the unit of transfer::
+
+    SOURCE -> COPYING -> STAGED -> WRITING -> ON_DISK      (or SOURCE -> WRITING, where no staging is needed)
+       |                 |  | ^       '-----> KEPT        (the write failed: the bytes stay in ordinary memory)
+       |                 |  v |
+       |                 | HELD                           (in the host tier, until somebody else needs the buffer)
+       |                 |  |
+       '-----------------'--'---------------> CANCELLED   (the last token died first, or the tensor stays in memory)
+
+Only the ledger and the lanes change a record, with the ledger's lock held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import weakref
+
+from torch import Tensor
+
+from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES
+from ssdtrain_fx.runtime.handles.tokens import Owner
+from ssdtrain_fx.runtime.memory.movers import Mark, Region
+from ssdtrain_fx.runtime.memory.staging import StagingBuffer
+from ssdtrain_fx.runtime.storage.slots import Slot
+
+
+class ChunkState(enum.Enum):
+    SOURCE = enum.auto()
+    COPYING = enum.auto()
+    STAGED = enum.auto()
+    HELD = enum.auto()
+    WRITING = enum.auto()
+    ON_DISK = enum.auto()
+    KEPT = enum.auto()
+    CANCELLED = enum.auto()
+
+
+class Chunk:
+    """``length`` bytes of an entry, from byte ``start`` on."""
+
+    state = ChunkState.SOURCE
+    staging: StagingBuffer | None = None
+    copied: Mark = None
+    """When the bytes are in ``staging``."""
+    kept: Tensor | None = None
+    checksum = 0
+    leading = b""
+    trailing = b""
+    """What of it lies in front of its first and behind its last page, and is not written."""
+    arriving = False
+    """It is being read ahead."""
+
+    def __init__(self, entry: Entry, start: int, length: int) -> None:
+        self.entry = entry
+        self.start = start
+        self.length = length
+        self.waiting_fills: list[Fill] = []
+        """Reloads that came before the bytes left the tensor, or while they were being read ahead."""
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Which bytes of the slot hold what lies between ``leading`` and ``trailing``: the first and their number."""
+        lead_bytes = len(self.leading)
+        return self.start + lead_bytes - self.entry.lead_bytes, self.length - lead_bytes - len(self.trailing)
+
+
+class Entry:
+    """One offloaded tensor."""
+
+    # Defaults belong to the class: with cold caches, every attribute that is set takes time of its own.
+    slot: Slot | None = None
+    from_source = False
+    """The file gets its whole pages straight from the tensor."""
+    lead_bytes = 0
+    trail_bytes = 0
+    """In front of the first and behind the last of these pages."""
+    uncopied = 0
+    """Chunks whose copy out of the tensor has not been issued; ``release`` waits for 0."""
+    unsafe = 0
+    """Chunks whose copy out of the tensor may not be over; ``source`` must live until 0."""
+    released = False
+    """Until its release the engine holds ``source``, and then the caller of ``release`` drops it: dropped by an I/O
+    thread, it might not be gone when ``release`` returns."""
+    busy = 0
+    """Chunks on their way to the file, and reads; the slot is in use until 0."""
+    has_kept = False
+    stays = False
+    """It stays in memory: what is not in the file yet will not be written."""
+    resident: Tensor | None = None
+    """From its release on, what stays."""
+    prepaid_s = 0.0
+    """Stalls that are in the plan, or were predicted and paid for, but have not come yet."""
+    dead = False
+    host = False
+    """It is to stay in staging buffers rather than to go to the file."""
+    reload_order: int | None = None
+    """Its turn among the tensors of its graph when backward reloads them; None where nobody has said."""
+    run: GraphRun | None = None
+    """The run of a graph that it belongs to, where graphs follow one another."""
+    ahead: Ahead | None = None
+    """A reload that was begun before backward asked for it."""
+    reloaded = False
+    """Backward has asked for it."""
+    owner: weakref.ref[Owner]
+
+    def __init__(self, x: Tensor, name: str, source: Tensor, byte_count: int, ready: Mark) -> None:
+        self.name = name
+        self.address = x.data_ptr()
+        self.size: tuple[int, ...] = x.size()
+        self.stride = x.stride()
+        self.stored_stride = self.stride if source is x else source.stride()
+        self.dtype = x.dtype
+        self.device = x.device
+        self.byte_count = byte_count
+        self.source: Region | None = Region(source, byte_count)
+        self.ready = ready
+        """When the tensor is complete."""
+        self.chunks: list[Chunk] = []
+        self.fills: dict[int, Fill] = {}
+        """By the address of the tensor that ``reload`` returned, until ``wait`` has succeeded."""
+        self.waited_addresses: set[int] = set()
+
+    def cut_at_pages(self) -> None:
+        """Write it from where it is: direct I/O moves whole pages only."""
+        assert self.source is not None
+        self.from_source = True
+        self.lead_bytes = -self.source.address % ALIGNMENT_BYTES
+        self.trail_bytes = (self.source.address + self.byte_count) % ALIGNMENT_BYTES
+
+    @property
+    def unneeded_on_disk(self) -> bool:
+        """Nobody will read the file."""
+        return self.dead or self.stays
+
+
+class Fill:
+    """One reload: the bytes of ``entry`` on their way into ``target``."""
+
+    error: Exception | None = None
+    forwarded = False
+
+    def __init__(self, entry: Entry, target: Tensor, temporary: Tensor | None, ready: Mark) -> None:
+        self.entry = entry
+        self.target: Region | None = Region(target if temporary is None else temporary, entry.byte_count)
+        self.temporary = temporary
+        """The bytes in their stored layout, where ``reload`` asked for another one."""
+        self.ready = ready
+        """When the memory of ``target`` may be written."""
+        self.marks: list[Mark] = []
+        self.unissued = len(entry.chunks)
+        """Chunks that ``wait`` has to wait for."""
+        self.unfinished = self.unissued
+        """Chunks that still need ``target``."""
+
+    def fail(self, error: Exception) -> None:
+        """The bytes cannot be had. The first error counts.
+
+        Without its traceback: that holds the frames of the op that met the error, these hold the token, and the token
+        would keep the entry, which holds this fill, for ever. Frames of an I/O thread hold the tensor, and the error.
+        """
+        error = error.with_traceback(None)
+        if self.error is None:
+            self.error = error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ahead:
+    """A reload that nobody has asked for yet."""
+
+    tensor: Tensor
+    fill: Fill
+    stream: object
+    """The stream whose memory ``tensor`` is; None on the CPU."""
+
+
+class GraphRun:
+    """One run of the forward of the graph ``link``, and what it has offloaded."""
+
+    __slots__ = (
+        "__weakref__",
+        "_before",
+        "handles",
+        "last_waited_bytes",
+        "link",
+        "names",
+        "reload_count",
+        "used_bytes",
+    )
+
+    def __init__(self, link: str, before: GraphRun | None) -> None:
+        self.link = link
+        self._before = None if before is None else weakref.ref(before)
+        self.handles: list[int] = []
+        self.names: set[str] = set()
+        self.reload_count = 0
+        self.used_bytes = 0
+        """What backward has got back and, by now, used."""
+        self.last_waited_bytes = 0
+
+    @property
+    def before(self) -> GraphRun | None:
+        """The run before this one, unless nothing of it is left."""
+        return None if self._before is None else self._before()

@@ -1,0 +1,91 @@
+"""What the four ops take and return: schemas and shapes, registered when this module is imported.
+
+Graphs are rewritten and traced with this alone. :mod:`ssdtrain_fx.runtime.ops` implements them.
+
+::
+
+    forward    token  = ssdtrain.offload(x, stride, name, engine, ...)         # starts moving x out
+               token1 = ssdtrain.release(token, x, late, own)              # x may be reused from here on
+    backward   ticket = ssdtrain.reload(token1, size, stride, dtype, device)   # memory is taken, the data on its way
+               y      = ssdtrain.wait(ticket, size, stride, dtype, device)     # y may be read
+
+The token is a CPU tensor of 8 bytes. It owns what was offloaded: when the last token of an offload dies, its slot is
+recycled. ``stride`` of ``offload`` is a record for readers of the graph; the runtime goes by the tensor it gets.
+``stride`` and ``dtype`` of ``reload`` and ``wait`` may be None where nothing is compiled for them: then they are those
+of the tensor that was offloaded. ``out_s`` and ``back_s`` say how many seconds lie between ``offload`` and ``release``,
+and between ``reload`` and ``wait``, by the plan: what the disk cannot do in that time stays in memory. ``stall_s`` says
+how much of it the plan waits. ``host`` says that a CUDA tensor is to stay in pinned host memory, ``reload_order`` when
+backward reloads it, compared with the other tensors of its graph, and ``first`` that it is the first of a forward;
+``idle_bytes`` says how much memory of earlier reloads may lie idle until the next reload. See
+:meth:`ssdtrain_fx.runtime.engine.Engine.offload` and ``reload``.
+
+Guarantees: whatever the ops need is in their arguments, so a graph from a cache runs in a process that made no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# flexible_layout: Inductor may pass tensors as they lie; without it, it may pass copies, to each op another one.
+# cudagraph_unsafe: the ops run host code, which a replayed graph would skip.
+_tags = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagraph_unsafe") if hasattr(torch.Tag, name))
+
+LIBRARY = torch.library.Library("ssdtrain", "DEF")
+LIBRARY.define(
+    "offload(Tensor x, SymInt[] stride, str name, str engine, float? out_s=None, float? back_s=None, "
+    "str link='', bool held=False, bool host=False, int? reload_order=None, bool first=False, float stall_s=0.0) "
+    "-> Tensor",
+    tags=_tags,
+)
+LIBRARY.define("release(Tensor token, Tensor x, bool late=False, bool own=False) -> Tensor", tags=_tags)
+LIBRARY.define(
+    "reload(Tensor token, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device, "
+    "int? idle_bytes=None) -> Tensor",
+    tags=_tags,
+)
+LIBRARY.define(
+    "wait(Tensor ticket, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device) -> Tensor", tags=_tags
+)
+
+
+def _fake_offload(x: Tensor, *_: object, **__: object) -> Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+def _fake_release(token: Tensor, x: Tensor, late: bool = False, own: bool = False) -> Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+def _fake_reload(
+    token: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    idle_bytes: int | None = None,
+) -> Tensor:
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+def _fake_wait(
+    ticket: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> Tensor:
+    assert stride is not None, "only graphs that are not traced again leave this open"
+    assert dtype is not None, "only graphs that are not traced again leave this open"
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+for _name, _fake in (
+    ("offload", _fake_offload),
+    ("release", _fake_release),
+    ("reload", _fake_reload),
+    ("wait", _fake_wait),
+):
+    torch.library.register_fake(f"ssdtrain::{_name}", _fake, lib=LIBRARY)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = ("--steps", "3", "--layers", "2", "--hidden", "64", "--batch", "2", "--sequence", "64", "--device", "cpu")
 
 

@@ -14,6 +14,7 @@ from test_training_loops import Tower
 
 import ssdtrain_fx
 from ssdtrain_fx import ConfigError, OffloadConfig, backend
+from ssdtrain_fx.compiler import inductor
 from ssdtrain_fx.runtime.config import EngineConfig
 
 OPTIONS = [field.name for field in dataclasses.fields(OffloadConfig)]
@@ -197,3 +198,17 @@ def test_a_full_disk_keeps_tensors_in_memory_and_training_goes_on(tmp_path: Path
 
         ops.close()
         os.system(f"umount {tmp_path}")
+
+
+def test_compile_caches_depend_on_every_file_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older pass, or an older op, must not answer from the cache: hazard 5."""
+    read: list[str] = []
+    read_bytes = Path.read_bytes
+
+    def record(path: Path) -> bytes:
+        read.append(path.name)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", record)
+    inductor._source_hash.__wrapped__()
+    assert {"config.py", "pipeline.py", "insert_offloads.py", "ops.py", "engine.py", "inductor.py"} <= set(read)

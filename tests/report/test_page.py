@@ -15,7 +15,7 @@ import torch
 
 from ssdtrain_fx import OffloadConfig, Report, explain
 from ssdtrain_fx.passes.analysis.node_calls import CostSources, Unmeasured
-from ssdtrain_fx.passes.planning.plan import Decision, Keep
+from ssdtrain_fx.passes.planning.plan import Keep, PlannedDecision
 from ssdtrain_fx.report.decisions import STYLES
 from ssdtrain_fx.report.page import render_page
 from ssdtrain_fx.studies.zoo import build
@@ -287,19 +287,23 @@ def test_what_a_model_is_called_is_shown_and_not_run(browser: Any, report: Repor
     opened.close()
 
 
+def _page(report: Report) -> str:
+    return render_page(report.graphs, rated_endurance_bytes=report.rated_endurance_bytes)
+
+
 def test_the_page_names_no_other_file_and_forbids_the_network(report: Report) -> None:
-    page = render_page(report)
+    page = _page(report)
     assert "default-src 'none'" in page
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", page.split('<script type="application/json"')[0])
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=\"(?!data:)", page)
 
 
 def test_equal_reports_give_equal_pages(report: Report) -> None:
-    assert render_page(report) == render_page(Report.from_json(report.to_json()))
+    assert _page(report) == _page(Report.from_json(report.to_json()))
 
 
 def test_every_decision_of_a_plan_has_a_style_of_its_own() -> None:
-    assert set(STYLES) == {kind.__name__ for kind in get_args(Decision)}
+    assert set(STYLES) == {kind.__name__ for kind in get_args(PlannedDecision)}
     for look in ("color", "name", "meaning"):
         assert len({getattr(style, look) for style in STYLES.values()}) == len(STYLES)
 
@@ -308,7 +312,7 @@ def test_every_decision_of_a_plan_has_a_style_of_its_own() -> None:
 def test_twelve_layers_stay_small() -> None:
     model, make_batch = build("gpt2", layers=12, hidden=384, batch=8, sequence=512, vocab=2048)
     inputs = make_batch(torch.Generator().manual_seed(0))
-    page = render_page(explain(model, *inputs, config=OffloadConfig(max_slowdown=0.15)))
+    page = _page(explain(model, *inputs, config=OffloadConfig(max_slowdown=0.15)))
     assert len(page.encode()) < 2_000_000
     data = re.search(r'id="report">(.*?)</script>', page, re.DOTALL)
     assert data is not None

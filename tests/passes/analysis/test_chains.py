@@ -14,8 +14,9 @@ from torch import Tensor, fx, nn
 
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.compiler.aot_eager import compile_with_aot_eager
-from ssdtrain_fx.passes.analysis.chains import choose_most, exposed_in_chain_s, find_activation_inputs
+from ssdtrain_fx.passes.analysis.chains import find_activation_inputs
 from ssdtrain_fx.passes.pipeline import OffloadedStep
+from ssdtrain_fx.passes.planning.chains import choose_most, exposed_in_chain_s
 from ssdtrain_fx.passes.planning.plan import Offload
 from ssdtrain_fx.passes.planning.simulate import live_bytes
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, TransferProblem

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ssdtrain_fx.passes.analysis.liveness import LiveInterval, MemoryProfile, find_live_intervals, memory_profile
+from ssdtrain_fx.passes.analysis.liveness import find_live_intervals
 from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD
+from ssdtrain_fx.passes.planning.live_intervals import LiveInterval, MemoryProfile, memory_profile
 from ssdtrain_fx.passes.planning.plan import Offload, Plan
 from ssdtrain_fx.testing import (
     TOYS,

@@ -23,7 +23,7 @@ from ssdtrain_fx.passes.analysis.node_calls import (
     measure_nodes,
 )
 from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
-from ssdtrain_fx.passes.decisions.plan_offloads import pose_problem
+from ssdtrain_fx.passes.analysis.pose_problem import pose_problem
 from ssdtrain_fx.passes.decisions.propose_recomputations import propose_recomputations
 from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
@@ -149,7 +149,7 @@ def test_what_is_made_again_is_chosen_by_measured_times(slow: object, again: obj
 
     analysis = priced(four_layers().join(), Slow(), fused=False)
     problem = pose_problem(analysis, hardware=HARDWARE)
-    *_, proposed = propose_recomputations(analysis, problem, hardware=HARDWARE, inner="aot_eager")
+    *_, proposed = propose_recomputations(analysis, problem, hardware=HARDWARE, fused=False)
     allocators = [analysis.alias_sets.storages[one.storage_idx].allocator for one in proposed]
     assert again in [node.target for node in allocators]
     assert slow not in [node.target for node in allocators]

@@ -170,7 +170,7 @@ print(estimate_node_seconds(analysis.joint, analysis.alias_sets, SLOW))
 """
     printed = {
         subprocess.run(
-            [sys.executable, "-c", code, str(Path(__file__).parent)],
+            [sys.executable, "-c", code, str(Path(__file__).parents[1])],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,

@@ -61,7 +61,9 @@ def two_layers() -> CapturedStep:
 
 def verdicts(analysis: GraphAnalysis, inner: Inner = "aot_eager", **options: Any) -> dict[str, Recomputation | str]:
     """By the name of the first node of each storage."""
-    judged = judge_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, inner=inner, **options)
+    judged = judge_recomputations(
+        analysis.joint, analysis.alias_sets, analysis.candidates, fused=inner == "inductor", **options
+    )
     return {
         analysis.alias_sets.storages[idx].members[0].name: (
             verdict.reason if isinstance(verdict, NoRecomputation) else verdict
@@ -87,11 +89,11 @@ def sources(analysis: GraphAnalysis, found: Recomputation) -> list[str]:
 
 
 def recompute(analysis: GraphAnalysis, *recomputations: Recomputation) -> ScheduledJointGraph:
-    return insert_recomputations(analysis.joint, analysis.alias_sets, recomputations)
+    return insert_recomputations(analysis.joint, alias_sets=analysis.alias_sets, recomputations=recomputations)
 
 
 def recompute_everything(analysis: GraphAnalysis, inner: Inner) -> ScheduledJointGraph:
-    found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, inner=inner)
+    found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, fused=inner == "inductor")
     return recompute(analysis, *found.values())
 
 
@@ -380,7 +382,7 @@ def test_sizes_stay_symbols() -> None:
 
 def check_bits(step: CapturedStep, chosen: Callable[[Sequence[Recomputation]], Sequence[Recomputation]]) -> None:
     analysis = analyse(step)
-    found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, inner="aot_eager")
+    found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, fused=False)
     selected = chosen(tuple(found.values()))
     gone = {recomputation.storage_idx for recomputation in selected}
     kept = {node.name for node in analysis.joint.saved if not gone.issuperset(analysis.alias_sets.by_node[node])}
@@ -502,7 +504,7 @@ def check_model(name: str, inner: Inner, *, dropout: float = 0.1, autocast: bool
 
     def rewrite(joint: ScheduledJointGraph) -> ScheduledJointGraph:
         analysis = analyse(joint)
-        found = find_recomputations(joint, analysis.alias_sets, analysis.candidates, inner=inner)
+        found = find_recomputations(joint, analysis.alias_sets, analysis.candidates, fused=inner == "inductor")
         done.append(len(found))
         return recompute(analysis, *found.values())
 

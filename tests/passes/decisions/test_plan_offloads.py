@@ -347,7 +347,7 @@ def test_the_same_step_gets_the_same_plan_in_every_process() -> None:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _PRINT_PLANS],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent)])},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1])])},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdtrain_fx.passes.analysis.liveness import LiveInterval, memory_profile
 from ssdtrain_fx.passes.planning.assign_tiers import assign_tiers
+from ssdtrain_fx.passes.planning.live_intervals import LiveInterval, memory_profile
 from ssdtrain_fx.passes.planning.plan import Offload
 from ssdtrain_fx.testing import analyse, capture_toy, save_all
 

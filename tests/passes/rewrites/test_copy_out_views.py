@@ -47,9 +47,7 @@ def class_token() -> CapturedStep:
 
 
 def copy_out(analysis: GraphAnalysis, min_saved_bytes: int = 1, **options: Any) -> ScheduledJointGraph:
-    return copy_out_views(
-        analysis.joint, analysis.alias_sets, analysis.candidates, min_saved_bytes=min_saved_bytes, **options
-    )
+    return copy_out_views(analysis.joint, min_tensor_bytes=0, min_saved_bytes=min_saved_bytes, **options)
 
 
 def test_before() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.handles.tickets import Tickets
-from ssdtrain_fx.runtime.memory.movers import CpuMover
 from ssdtrain_fx.runtime.policy.stalls import Stalls
 
 CHUNK_BYTES = 4096
@@ -297,9 +295,6 @@ def test_a_release_waits_for_as_long_as_stalls_are_allowed(file: SlowFile) -> No
         assert torch.equal(fetch(engine, token, X), X)
 
 
-ANY_LANE: Any = SimpleNamespace(mover=CpuMover())
-
-
 class LaneThatTakesASecond:
     """For every chunk of one entry, on its way out and back."""
 
@@ -327,7 +322,7 @@ def test_a_stall_costs_what_goes_beyond_the_plan(
     ledger.admission.charge = charged.append  # type: ignore[method-assign]
     ledger.admission.patience_s = lambda: 9.0  # type: ignore[method-assign]
     stalls = Stalls(ledger, None, clock, lambda: "")
-    entry = Entry(X, "x", X, X.nbytes, ANY_LANE)
+    entry = Entry(X, "x", X, X.nbytes, None)
     entry.uncopied, entry.prepaid_s = 3, planned_s
     fill = Fill(entry, X.clone(), None, None)
     fill.unissued = 3
@@ -348,7 +343,7 @@ def test_with_nothing_to_spend_a_release_waits_as_long_as_planned(
 ) -> None:
     ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
     ledger.admission.charge(ledger.admission.patience_s())
-    entry = Entry(X, "x", X, X.nbytes, ANY_LANE)
+    entry = Entry(X, "x", X, X.nbytes, None)
     entry.uncopied, entry.prepaid_s = 3, planned_s
     lane: Any = LaneThatTakesASecond(clock, entry, Fill(entry, X.clone(), None, None))
     Stalls(ledger, None, clock, lambda: "").wait_until_copied(lane, entry, [entry])

@@ -82,7 +82,7 @@ def driver_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(script: str, driver_directory: Path, directories: list[Path]) -> str:
-    paths = [str(Path(ssdtrain_fx.__file__).parents[1]), str(Path(__file__).parent)]
+    paths = [str(Path(ssdtrain_fx.__file__).parents[1]), str(Path(__file__).parents[1])]
     environment = os.environ | {
         "KVIKIO_COMPAT_MODE": "ON",  # otherwise it looks for libcufile, which may hang without a driver
         "LD_LIBRARY_PATH": str(driver_directory),

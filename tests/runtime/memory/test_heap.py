@@ -14,9 +14,9 @@ import torch
 from runtime_fakes import offload
 
 from ssdtrain_fx.errors import InternalError
-from ssdtrain_fx.runtime import huge_pages
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.memory import huge_pages
 from ssdtrain_fx.runtime.memory.heap import _is_set_up
 from ssdtrain_fx.runtime.memory.huge_pages import GRANT_S, MADV_COLLAPSE, MAPS, SETTING, SHARE, HugePages
 from ssdtrain_fx.runtime.memory.staging import HUGE_PAGE_BYTES
@@ -165,7 +165,7 @@ assert not kept or last < 1000, "96 MiB were given back: 24,576 pages"
 def test_the_heap_keeps_what_tensors_leave() -> None:
     environment = {"PATH": "/usr/bin:/bin"}  # none of the heap's variables
     done = subprocess.run(
-        [sys.executable, "-c", KEEPS], env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
+        [sys.executable, "-c", KEEPS], env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ssdtrain_fx.errors import ConfigError
-from ssdtrain_fx.runtime import directory
+from ssdtrain_fx.runtime.storage import directory
 from ssdtrain_fx.runtime.storage.directory import check_directories, file_system_type
 
 

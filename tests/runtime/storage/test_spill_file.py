@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ssdtrain_fx.runtime import spill_file
+from ssdtrain_fx.runtime.storage import spill_file
 from ssdtrain_fx.runtime.storage.spill_file import SpillFile
 
 

@@ -1,14 +1,15 @@
-"""How fast, and for how much CPU time, bytes get between page-aligned memory and a file, by each way there is.
+"""Compare throughput and CPU time of ways to transfer bytes between page-aligned memory and a file.
 
     python benchmarks/io.py --ssd-dir /mnt/nvme --size-mib 1024 --rounds 7 --json io.json
 
-Ways: `threads` are Python threads with `pwrite` and `preadv`, as the thread lane has them; `aio` is native AIO, as the
-AIO lane has it; each on small pages (4 KiB) and on huge ones. The reference is `fio` where it is installed, on pages of
-4 KiB, with io_uring, or with libaio where the system refuses io_uring. All use O_DIRECT on a preallocated file of the
-same file system, with as many blocks in flight as the name says. Every round runs every way once, in turns, and a ratio
-is the median of the ratios within the rounds, so that what else the machine does cancels out. CPU time is that of the
-process; what the kernel does in interrupts is in nobody's, and what io_uring leaves to threads of the kernel is not in
-fio's.
+The ways are `threads` (Python threads with `pwrite` and `preadv`, as in the thread lane) and `aio` (native AIO, as in
+the AIO lane), each with small pages (4 KiB) and huge pages. If `fio` is installed, it is the reference. It uses 4 KiB
+pages, and io_uring, or libaio if the system refuses io_uring. All ways use O_DIRECT on a preallocated file on the same
+file system, with the number of blocks in flight that their name states.
+
+Every round runs every way once, in turns. A ratio is the median of the ratios within the rounds, so that other load on
+the machine cancels out. CPU time is the time of the process. It includes neither the kernel's time in interrupts nor,
+for fio, the time of kernel threads that io_uring uses.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ DIRECTIONS: tuple[Direction, ...] = ("write", "read")
 class Way:
     engine: Engine
     in_flight: int
-    """Threads, or the depth of the queue."""
+    """Number of threads, or queue depth."""
     block_mib: int
     huge_pages: bool = False
     fio_engine: str = ""
@@ -71,14 +72,14 @@ class Way:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """One way, one direction, one round."""
+    """The result of one way in one direction and one round."""
 
     bytes_per_s: float
     cpu_s_per_gb: float
 
 
 class Memory:
-    """Warm memory, from a huge page's start on."""
+    """Touched memory that starts at a huge-page boundary."""
 
     def __init__(self, size_bytes: int, *, huge_pages: bool) -> None:
         self._map = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -139,7 +140,7 @@ def run_fio(path: Path, way: Way, direction: Direction, size_bytes: int) -> Samp
 
 
 def find_fio_engine(directory: Path) -> str | None:
-    """The first engine of fio that works here: kernels and containers may refuse io_uring."""
+    """Return the first fio engine that works; kernels and containers may refuse io_uring."""
     if shutil.which("fio") is None:
         return None
     with tempfile.NamedTemporaryFile(dir=directory, prefix="ssdtrain-io-") as file:
@@ -152,7 +153,7 @@ def find_fio_engine(directory: Path) -> str | None:
 
 
 def measure(directory: str, ways: list[Way], size_bytes: int, rounds: int) -> dict[tuple[Way, Direction], list[Sample]]:
-    """Samples by round. Raises OSError when a transfer fails."""
+    """Return the samples of every way and direction, in the order of rounds. Raises OSError when a transfer fails."""
     samples: dict[tuple[Way, Direction], list[Sample]] = {(way, verb): [] for way in ways for verb in DIRECTIONS}
     memory_bytes = max(way.in_flight_bytes for way in ways)
     memories = {huge: Memory(memory_bytes, huge_pages=huge) for huge in {way.huge_pages for way in ways}}
@@ -188,7 +189,7 @@ def measure(directory: str, ways: list[Way], size_bytes: int, rounds: int) -> di
 
 
 def summarise(samples: dict[tuple[Way, Direction], list[Sample]], base: Way) -> list[dict[str, Any]]:
-    """One row per way and direction; ratios are to ``base`` in the same direction."""
+    """Return one row per way and direction. Ratios are relative to ``base`` in the same direction."""
     rows: list[dict[str, Any]] = []
     for (way, direction), taken in samples.items():
         pairs = list(zip(taken, samples[base, direction], strict=True))
@@ -205,7 +206,7 @@ def summarise(samples: dict[tuple[Way, Direction], list[Sample]], base: Way) -> 
 
 
 def render(rows: list[dict[str, Any]], base: Way) -> Table:
-    table = Table(title=f"Ratios are to {base.name}; core %: share of one core per GB/s")
+    table = Table(title=f"Ratios relative to {base.name}; core %: share of one core per GB/s")
     table.add_column("", no_wrap=True)
     for direction in DIRECTIONS:
         for column in ("GB/s", "ratio", "core %"):
@@ -229,7 +230,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ssd-dir", help="directory on the SSD")
     parser.add_argument("--size-mib", type=int, default=512, help="size of the file; a multiple of 64")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="where the numbers go as JSON")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     chosen = parser.parse_args(arguments)
     if chosen.size_mib < 64 or chosen.size_mib % 64:
         parser.error("--size-mib must be a multiple of 64, and at least 64.")
@@ -250,13 +251,13 @@ def main(arguments: list[str]) -> int:
         KernelAio().close()
         engines.append("aio")
     except AioUnavailableError as reason:
-        console.print(f"Without native AIO: {reason}", highlight=False)
-    shapes = ((4, 16), (2, 2))  # what fio is compared at, and what the lanes do
+        console.print(f"Native AIO is left out: {reason}", highlight=False)
+    shapes = ((4, 16), (2, 2))  # the shape to compare with fio, and the shape that the lanes use
     ways = [Way(engine, *shape, huge_pages=huge) for engine in engines for shape in shapes for huge in (False, True)]
     base = Way("threads", 4, 16, huge_pages=True)
     fio_engine = find_fio_engine(Path(chosen.ssd_dir))
     if fio_engine is None:
-        console.print("Without fio: it is not installed, or fails with every engine.", highlight=False)
+        console.print("fio is left out: it is not installed, or it fails with every engine.", highlight=False)
     else:
         ways += [Way("fio", *shape, fio_engine=fio_engine) for shape in shapes]
         base = next(way for way in ways if way.engine == "fio")

@@ -1,22 +1,23 @@
-"""What the four ops cost the thread that computes, apart from the copies, which others do.
+"""Measure what the four ops cost the computing thread, without the copies, which other threads do.
 
     python benchmarks/ops.py --ssd-dir /mnt/nvme --count 500 --json ops.json
     python benchmarks/ops.py --ssd-dir /mnt/nvme --model gpt2
 
-Each tensor goes out and comes back by the functions that Inductor's code calls. Before every call the thread
-multiplies matrices until the engine is idle, so that `release` and `wait` find nothing to wait for. It does not sleep,
-since a processor that was idle starts slowly. What is left is Python, the kernel that takes a request, memory for the
-tensor that comes back, locks, and waking an I/O thread. `CPU` is the processor time of the thread for all four: what is
-above it in `all four` is waiting, for a processor or for the interpreter lock, which the woken thread takes when an op
-returns. `kernel` is what of it passes in the system call that hands a request to the disk, one to write and one to
-read. With `--io posix`, I/O threads make these calls, and a tensor wakes one of them twice: what that takes is told
-below the table.
+Each tensor is offloaded and reloaded by the functions that Inductor's code calls. Before every call, the thread
+multiplies matrices until the engine is idle, so that `release` and `wait` do not have to wait. It does not sleep,
+because a processor that was idle starts slowly. The remaining cost is Python, the system calls that submit requests,
+allocating the reloaded tensor, locks, and waking an I/O thread.
 
-The target is less than 30 us per tensor. Run it on an idle machine: with more processes than cores, caches are cold.
+`CPU` is the processor time of the thread for all four ops. The rest of `all four` is spent waiting for a processor or
+for the interpreter lock, which the woken thread takes when an op returns. `kernel` is the part spent in the system
+calls that submit the requests to the disk: one write and one read. With `--io posix`, I/O threads make these calls, and
+a tensor wakes one of them twice; the cost of a wake-up is printed below the table.
 
-With ``--model`` it is the ops of real training steps that are timed. There each one comes after matrix products that
-take many milliseconds, and finds nothing in the caches: Python costs many times as much. What `release` and `wait`
-waited for the disk is not in the figures.
+The target is less than 30 us per tensor. Run this on an idle machine: with more processes than cores, caches are cold.
+
+With ``--model``, the ops of real training steps are timed. There each op follows matrix products that take many
+milliseconds, and its data is no longer cached, so Python costs many times as much. The figures do not include the time
+for which `release` and `wait` wait for the disk.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ OPS = ("offload", "release", "reload", "wait")
 TARGET_S = 30e-6
 WARM_UP = 20
 WARM_UP_STEPS = 3
-"""The first one compiles; by the third, tensors lie where they will always lie."""
+"""The first step compiles. From the third step on, the addresses of tensors no longer change."""
 PRODUCTS_BEFORE_SLEEP = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """One tensor. ``seconds`` are those of each op, in the order of ``OPS``; the others are of all together."""
+    """The times of one tensor: ``seconds`` per op, in the order of ``OPS``, the others for all ops together."""
 
     seconds: tuple[float, ...]
     cpu_s: float
@@ -69,7 +70,7 @@ class Sample:
 
 
 class TimedAio(KernelAio):
-    """Adds up what its requests take to hand over."""
+    """Adds up the time that it takes to submit requests."""
 
     submit_s = 0.0
 
@@ -86,7 +87,7 @@ def open_timed_engine(config: EngineConfig, handles: Iterator[int]) -> Engine:
 
 
 def measure(config: EngineConfig, size_bytes: int, count: int) -> list[Sample]:
-    """One sample per tensor. Raises OSError or ConfigError when the directory cannot be used."""
+    """Return one sample per tensor. Raises OSError or ConfigError when the directory cannot be used."""
     argument = config.to_argument()
     engine = ops._engines.open(argument)
     x = torch.empty(size_bytes // 4).uniform_()
@@ -95,7 +96,7 @@ def measure(config: EngineConfig, size_bytes: int, count: int) -> list[Sample]:
 
     def timed(op: Callable[..., Any], *arguments: object) -> tuple[Any, float, float]:
         torch.mm(a, a, out=b)
-        while engine.statistics().in_flight_bytes:  # which also drives native AIO
+        while engine.statistics().in_flight_bytes:  # statistics() also drives native AIO
             torch.mm(a, a, out=b)
         start_s, start_cpu_s = time.perf_counter(), time.thread_time()
         result = op(*arguments)
@@ -116,12 +117,12 @@ def measure(config: EngineConfig, size_bytes: int, count: int) -> list[Sample]:
 
 
 class StepTimer:
-    """Takes the place of the four functions that compiled code calls, and times them."""
+    """Replaces the four functions that compiled code calls, and times them."""
 
     def __init__(self) -> None:
         self.engines: list[Engine] = []
         self.calls: dict[str, list[tuple[float, float]]] = {name: [] for name in OPS}
-        """Seconds of each call, without waiting for the disk, and what of them passed in the kernel."""
+        """Seconds of each call without waiting for the disk, and the part of them spent in the kernel."""
         for name in OPS:
             setattr(ops, name, self._timed(name, getattr(ops, name)))
 
@@ -145,7 +146,7 @@ class StepTimer:
 
 
 def measure_steps(size: Mapping[str, Any], options: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Train a model and time its ops: medians per call, and the share of the step that all of them take."""
+    """Train a model and time its ops: the median per call, and the share of the step that all ops take."""
     timer = StepTimer()
     ops._engines = Engines(timer.open_engine)
     torch.manual_seed(0)
@@ -173,7 +174,7 @@ def measure_steps(size: Mapping[str, Any], options: Mapping[str, Any], steps: in
 
 
 def time_to_wake(count: int) -> float:
-    """Median seconds that it takes a computing thread to wake another one, which sleeps."""
+    """Median seconds that a computing thread takes to wake a sleeping thread."""
     a, b = torch.randn(128, 128), torch.empty(128, 128)
     bell, is_awake = threading.Lock(), threading.Lock()
     bell.acquire()
@@ -189,7 +190,7 @@ def time_to_wake(count: int) -> float:
     seconds: list[float] = []
     for _ in range(count):
         for _ in range(PRODUCTS_BEFORE_SLEEP):
-            torch.mm(a, a, out=b)  # lets go of the interpreter lock, without which nobody gets to sleep
+            torch.mm(a, a, out=b)  # releases the GIL, so that the other thread can go to sleep
         start_s = time.perf_counter()
         bell.release()
         seconds.append(time.perf_counter() - start_s)
@@ -199,7 +200,7 @@ def time_to_wake(count: int) -> float:
 
 
 def summarise(samples: list[Sample], size_bytes: int) -> dict[str, Any]:
-    """Medians over the tensors."""
+    """Return medians over the tensors."""
     row: dict[str, Any] = {"size_mib": size_bytes / (1 << 20)}
     for index, name in enumerate(OPS):
         row[f"{name}_us"] = statistics.median(sample.seconds[index] for sample in samples) * 1e6
@@ -239,8 +240,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=256)
     parser.add_argument("--max-slowdown", type=float, default=0.05)
-    parser.add_argument("--steps", type=int, default=10, help="training steps that count")
-    parser.add_argument("--json", type=Path, help="where the numbers go as JSON")
+    parser.add_argument("--steps", type=int, default=10, help="timed training steps")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     chosen = parser.parse_args(arguments)
     if chosen.count < 1 or chosen.steps < 1:
         parser.error("--count and --steps must be at least 1.")
@@ -269,9 +270,9 @@ def main(arguments: list[str]) -> int:
 
 
 def run_tensors(chosen: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """One tensor after the other."""
+    """Time single tensors, one after another."""
     io: IOPath = chosen.io
-    torch.set_num_threads(1)  # threads that meet after every product would be what is measured
+    torch.set_num_threads(1)  # else the synchronisation of torch's threads after every product is measured
     ops._engines = Engines(open_timed_engine)
     config = EngineConfig(ssd_dir=chosen.ssd_dir, io=io)
     rows = [
@@ -280,13 +281,13 @@ def run_tensors(chosen: argparse.Namespace, console: Console) -> dict[str, Any]:
     console.print(render(rows))
     worst_us = max(row["total_us"] for row in rows)
     wake_us = time_to_wake(chosen.count) * 1e6
-    console.print(f"To wake a thread takes {wake_us:.1f} µs.", highlight=False)
+    console.print(f"Waking a thread takes {wake_us:.1f} µs.", highlight=False)
     console.print(f"Target: below {TARGET_S * 1e6:g} µs; the largest is {worst_us:.1f} µs.", highlight=False)
     return {"count": chosen.count, "wake_us": wake_us, "results": rows}
 
 
 def run_steps(chosen: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Training steps of a model."""
+    """Time the ops in training steps of a model."""
     size = {name: getattr(chosen, name) for name in ("layers", "hidden", "batch", "sequence", "vocab")}
     options = {"max_slowdown": chosen.max_slowdown, "io": chosen.io, "ssd_dir": chosen.ssd_dir}
     row = measure_steps({"name": chosen.model, **size}, options, chosen.steps)

@@ -1,14 +1,14 @@
-"""Predicted against allocated: the activation peak of a plan, and what the compiled step really takes from torch.
+"""Compare the predicted activation peak of a plan with the memory that the compiled step allocates from torch.
 
     python benchmarks/peaks.py --model gpt2 --model bert --model t5 --model llama --disk-gb-per-s 2
 
-The peak is the sum of all allocations and frees that torch.profiler records over one step, not resident memory: so it
-is exact, and what the C library holds back does not count. With ``--inner aot_eager`` every op runs by itself; what an
-op allocates for itself is known to nobody and counts as the difference.
+The peak is computed from all allocations and frees that torch.profiler records over one step, not from resident memory.
+So it is exact, and does not include memory that the C library holds back. With ``--inner aot_eager`` every op runs
+separately. The temporary memory of an op is then unknown to the plan, and appears in the difference.
 
-What is moved, and with it both peaks, depends on the hardware profile. ``--disk-gb-per-s`` has the plan made for a disk
-of that rate. When this machine is too slow for the plan, the engine keeps tensors in memory to save time: then the
-allocated peak says nothing about the plan, and ``kept`` is not 0.
+The storages that move, and so both peaks, depend on the hardware profile. With ``--disk-gb-per-s`` the plan is made for
+a disk of that rate. If this machine is too slow for the plan, the engine keeps tensors in memory to save time. Then
+``kept`` is not 0, and the allocated peak says nothing about the plan.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from ssdtrain_fx.units import format_bytes
 
 
 def allocated_peak_bytes(model: torch.nn.Module, batch: tuple[Any, ...], config: OffloadConfig) -> tuple[int, int]:
-    """Highest sum of what torch allocates over one step, above what it had before; tensors kept to save time in it."""
+    """Return the peak of torch's memory in one step above the memory before it, and the tensors kept to save time."""
     torch._dynamo.reset()
-    engine.prepare_heap = lambda: sys.maxsize  # all reloads are torch's: else those from 32 MiB on are not recorded
+    engine.prepare_heap = lambda: (
+        sys.maxsize
+    )  # torch allocates all reloads; else reloads of 32 MiB or more are not recorded
     compiled = torch.compile(model, backend=ssdtrain_fx.backend(config))
 
     def step() -> None:
@@ -57,7 +59,7 @@ def allocated_peak_bytes(model: torch.nn.Module, batch: tuple[Any, ...], config:
 
 
 def hardware(disk_gb_per_s: float | None) -> Hardware:
-    """The profile of this machine, with a disk of this rate in both directions if one is given."""
+    """Return the profile of this machine, with a disk of the given rate in both directions if there is one."""
     profile = OffloadConfig().load_hardware("cpu")
     if disk_gb_per_s is None:
         return profile
@@ -67,14 +69,16 @@ def hardware(disk_gb_per_s: float | None) -> Hardware:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", help="again for more models (default: gpt2)")
+    parser.add_argument("--model", action="append", help="may be repeated (default: gpt2)")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=2048)
-    parser.add_argument("--max-slowdown", type=float, action="append", help="again for more (default: 0.3)")
-    parser.add_argument("--disk-gb-per-s", type=float, help="plan for such a disk (default: the one that is there)")
+    parser.add_argument("--max-slowdown", type=float, action="append", help="may be repeated (default: 0.3)")
+    parser.add_argument(
+        "--disk-gb-per-s", type=float, help="plan for a disk of this rate (default: this machine's disk)"
+    )
     parser.add_argument("--inner", choices=["inductor", "aot_eager"], default="inductor")
     chosen = parser.parse_args()
     table = Table("model", "max_slowdown", "nothing moved", "predicted", "allocated", "allocated / predicted", "kept")

@@ -1,18 +1,18 @@
-"""How long does planning take, and what share of a compilation is it?
+"""Measure how long planning takes, and its share of a compilation.
 
-    python benchmarks/planning.py             # growing graphs: seconds against nodes, and where they go
+    python benchmarks/planning.py             # growing graphs: seconds against nodes, and time per pass
     python benchmarks/planning.py --share     # 12-layer GPT-2: planning as a share of Inductor's compile time
 
-Growing graphs are deep networks of equal layers, up to about 10,000 nodes and 1,000 saved storages, traced by
-AOTAutograd without computing anything. They run through the whole pipeline, from the two partitioned graphs to the two
-rewritten ones. The exponent of growth is that between the two largest graphs: 1 is linear.
+Growing graphs are deep networks of equal layers, up to about 10,000 nodes and 1,000 saved storages. AOTAutograd traces
+them without computing anything. They run through the whole pipeline, from the two partitioned graphs to the two
+rewritten ones. The exponent of growth is the exponent between the two largest graphs: 1 is linear.
 
-All seconds are those of processors, so that a machine that does other work tells the same. Planning runs in one thread;
-a compilation counts all threads and the C++ compilers that it starts.
+All times are processor times, so that other load on the machine does not change them. Planning runs in one thread; the
+time of a compilation includes all threads and the C++ compilers that it starts.
 
 The share is measured in fresh processes with all compile caches off; plain Inductor and the backend take turns. The
-backend compiles more than it plans (four more kinds of nodes), so both are printed: what all passes take, and what the
-whole compilation takes longer.
+backend not only plans but also compiles more (four more kinds of nodes). So two results are printed: the time of all
+passes, and the ratio of the whole compile times.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ssdtrain_fx.studies import zoo
 LAYERS = (15, 30, 60, 120, 240)
 ROWS, WIDTH = 4096, 64
 GOAL_S = 5.0
-"""For the largest graph, on a quiet machine."""
+"""Goal for the largest graph on an idle machine."""
 GOAL_SHARE = 0.1
 SETTINGS: dict[str, dict[str, Any]] = {
     "max_slowdown=0.1": {"max_slowdown": 0.1},
@@ -75,7 +75,7 @@ HARDWARE = Hardware(
     reload_s=1e-6,
     staging_bytes=1 << 26,
 )
-"""A machine that can move most of it, so that the planner has something to choose."""
+"""A machine that can offload most storages, so that the planner has choices."""
 WHOLE = "offload_saved_tensors"
 
 
@@ -83,7 +83,7 @@ WHOLE = "offload_saved_tensors"
 
 
 def deep_network(layers: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward of a residual network; its one result is the loss."""
+    """Return forward and backward of a residual network whose only output is the loss."""
 
     def network(x: Tensor, *parameters: Tensor) -> Tensor:
         for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
@@ -109,9 +109,9 @@ def deep_network(layers: int) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 
 def measure_growth(layers: Sequence[int], console: Console) -> list[dict[str, Any]]:
-    """One row per graph and setting."""
+    """Return one row per graph and setting."""
     rows: list[dict[str, Any]] = []
-    # What is only imported when a plan needs it is no part of the first figure.
+    # Some modules are imported when a plan first needs them. The first figure must not include that.
     warm_up = OffloadConfig(**SETTINGS["max_slowdown=0.1"])
     pipeline.offload_saved_tensors(*deep_network(1), num_forward_outputs=1, config=warm_up, hardware=HARDWARE)
     for count in layers:
@@ -140,7 +140,7 @@ def measure_growth(layers: Sequence[int], console: Console) -> list[dict[str, An
 
 
 def time_passes() -> dict[str, float]:
-    """Let every pass, and the whole pipeline, add its seconds to the dictionary returned."""
+    """Make every pass, and the whole pipeline, add its seconds to the returned dictionary."""
     seconds: dict[str, float] = {}
     for name, found in list(vars(pipeline).items()):
         function: Any = inspect.unwrap(found) if inspect.isfunction(found) else None
@@ -162,7 +162,7 @@ def _timed(function: Callable[..., Any], seconds: dict[str, float]) -> Callable[
 
 
 def exponents(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """By setting: the power of the number of nodes with which time grows between the two largest graphs."""
+    """Return by setting the exponent k with which time grows as nodes**k between the two largest graphs."""
     found: dict[str, float] = {}
     for name in SETTINGS:
         *_, small, large = [row for row in rows if row["setting"] == name]
@@ -171,7 +171,7 @@ def exponents(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def growth_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """One row per run, and the three passes that take longest."""
+    """Return a table with one row per run and its three slowest passes."""
     table = Table(title="Planning time")
     for name in ("nodes", "saved", "offloaded", "setting", "seconds", "where"):
         table.add_column(name, justify="left" if name in ("setting", "where") else "right")
@@ -189,7 +189,7 @@ def growth_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Seconds against nodes on logarithmic axes: a slope of one is linear."""
+    """Plot seconds against nodes on logarithmic axes; a slope of one is linear."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -214,13 +214,13 @@ def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def compile_once(backend: str, layers: int) -> dict[str, Any]:
-    """In this process: seconds that the first step of GPT-2 takes to compile, and what the passes take of them."""
+    """Compile the first step of GPT-2 in this process, and return the seconds it takes, in total and per pass."""
     torch.manual_seed(0)
     module, make_batch = zoo.build("gpt2", layers=layers, hidden=384, batch=8, sequence=512, vocab=2048)
     batch = make_batch(torch.Generator().manual_seed(0))
     config = OffloadConfig(max_slowdown=0.1)
-    config.load_hardware("cpu")  # measured at most once per machine, and no part of a compilation
-    torch.compile(torch.sin)(torch.ones(1))  # Inductor is imported now
+    config.load_hardware("cpu")  # measured at most once per machine, so not part of a compilation
+    torch.compile(torch.sin)(torch.ones(1))  # imports Inductor
     seconds = time_passes()
     backend_module: Any = importlib.import_module("ssdtrain_fx.compiler.inductor")
     backend_module.offload_saved_tensors = pipeline.offload_saved_tensors
@@ -235,13 +235,13 @@ def compile_once(backend: str, layers: int) -> dict[str, Any]:
 
 
 def _processors_s() -> float:
-    """What this process and the compilers that it has started have taken so far."""
+    """Processor seconds used so far by this process and the compilers that it has started."""
     compilers = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + compilers.ru_utime + compilers.ru_stime
 
 
 def measure_share(layers: int, rounds: int, console: Console) -> dict[str, Any]:
-    """Compile in fresh processes, plain and with the backend in turns."""
+    """Compile in fresh processes, in turns with plain Inductor and with the backend."""
     environment = {
         **os.environ,
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
@@ -282,8 +282,10 @@ def share_table(result: dict[str, Any]) -> Table:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", action="store_true", help="planning as a share of Inductor's compile time")
-    parser.add_argument("--layers", type=int, help="of GPT-2 (12), or the largest of the growing graphs (240)")
-    parser.add_argument("--rounds", type=int, default=3, help="of --share: compilations of each kind")
+    parser.add_argument(
+        "--layers", type=int, help="layers of GPT-2 (default: 12) or of the largest growing graph (default: 240)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="with --share: compilations of each kind")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/planning.json"))
     parser.add_argument("--png", type=Path, default=Path("benchmarks/results/planning.png"))
     parser.add_argument("--compile-once", choices=["inductor", "ssdtrain"], help=argparse.SUPPRESS)

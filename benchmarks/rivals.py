@@ -1,9 +1,9 @@
-"""Peak memory and step time of every way to hold less: at equal peak, who is faster; at equal time, who is smaller?
+"""Compare ways to reduce activation memory: which is faster at equal peak, and which has a lower peak at equal time?
 
-    python benchmarks/rivals.py --model gpt2            # also bert, t5, llama: some ten minutes each
+    python benchmarks/rivals.py --model gpt2            # also bert, t5, llama: about ten minutes each
     python benchmarks/rivals.py --variants budget ssdtrain --budgets 0.7 --steps 40     # two that are close
 
-Plain Inductor is the base of all ratios. Against it run
+All ratios are relative to plain Inductor. The variants are
 
     checkpoint    torch.utils.checkpoint around every layer
     budget        torch._functorch.config.activation_memory_budget, swept
@@ -11,11 +11,10 @@ Plain Inductor is the base of all ratios. Against it run
     hooks_disk    saved-tensor hooks that write to a file in the background (ssdtrain_fx/rivals.py)
     ssdtrain      this backend, at several max_slowdown
 
-All run under Inductor, each in a process of its own that takes turns with one of plain Inductor, step by step; its
-memory is measured afterwards. On a CPU ``save_on_cpu`` copies from host memory to host memory and can save nothing; it
-is shown because it is what the hook costs. torch's own activation offloading (``enable_activation_offloading``) is
-missing for that reason: it moves marked activations to CPU memory with ``device_put``, and on a CPU that is where they
-are.
+All variants run under Inductor, each in a separate process that takes turns with a process of plain Inductor, step by
+step. Memory is measured afterwards. On a CPU, ``save_on_cpu`` copies from host memory to host memory and cannot save
+any; it is included to show the cost of the hook. torch's own activation offloading (``enable_activation_offloading``)
+is not included: it moves marked activations to CPU memory with ``device_put``, and on a CPU they already are there.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Point:
     peak_ratio: float
     time_ratio: float
     time_ratio_interval: tuple[float, float] | None = None
-    """Where it lies, at CONFIDENCE; None where that cannot be said."""
+    """Confidence interval at CONFIDENCE; None if it cannot be computed."""
     equal_bits: bool
 
     @property
@@ -69,7 +68,7 @@ class Point:
 
 
 def runs_of(run: Run, *, budgets: Sequence[float], max_slowdowns: Sequence[float]) -> list[tuple[str, Run]]:
-    """Every run with its setting in words, apart from plain Inductor."""
+    """Return every run except plain Inductor, with its setting as text."""
     runs = [("", dataclasses.replace(run, variant="checkpoint"))]
     for share in budgets:
         options = {**run.options, "activation_memory_budget": share}
@@ -96,21 +95,21 @@ def points_of(settings: Sequence[str], pairs: Sequence[tuple[bench.Result, bench
 
 
 def fastest_within(points: Sequence[Point], peak_ratio: float) -> Point | None:
-    """The fastest of ``points`` with no higher peak."""
+    """Return the fastest of ``points`` whose peak is not higher."""
     found = [point for point in points if point.peak_ratio <= peak_ratio * (1 + TOLERANCE)]
     return min(found, key=lambda point: point.time_ratio, default=None)
 
 
 def smallest_within(points: Sequence[Point], time_ratio: float) -> Point | None:
-    """The one of ``points`` with the lowest peak that takes no longer."""
+    """Return the lowest peak of ``points`` that take no longer."""
     found = [point for point in points if point.time_ratio <= time_ratio * (1 + TOLERANCE)]
     return min(found, key=lambda point: point.peak_ratio, default=None)
 
 
 def render(points: Sequence[Point], title: str) -> Table:
-    """One row per point; for a rival also what this backend does with no more memory, and in no more time."""
+    """Return a table with one row per point. Rivals' rows also show this backend at equal peak and at equal time."""
     ours = [point for point in points if point.variant == "ssdtrain"]
-    table = Table(title=title, caption="relative to plain Inductor; - where no setting of ssdtrain gets there")
+    table = Table(title=title, caption="relative to plain Inductor; -: no setting of ssdtrain reaches this")
     sure = f"{CONFIDENCE:.0%} sure"
     columns = ("", "peak", "time", sure, "bits", "ssdtrain, no higher peak: time", "ssdtrain, no longer: peak")
     for name in columns:
@@ -132,7 +131,7 @@ def render(points: Sequence[Point], title: str) -> Table:
 
 
 def draw(points: Sequence[Point], path: Path, title: str) -> None:
-    """Peak ratio against time ratio: down and to the left is better."""
+    """Plot peak ratio against time ratio; lower left is better."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -167,7 +166,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=2048)
-    parser.add_argument("--variants", choices=list(COLORS), nargs="+", default=list(COLORS), help="what is measured")
+    parser.add_argument("--variants", choices=list(COLORS), nargs="+", default=list(COLORS), help="variants to measure")
     parser.add_argument("--budgets", type=float, nargs="*", default=BUDGETS)
     parser.add_argument("--max-slowdowns", type=float, nargs="*", default=MAX_SLOWDOWNS)
     parser.add_argument("--steps", type=int, default=5, help="rounds; the first one compiles and does not count")
@@ -183,7 +182,7 @@ def main(arguments: list[str]) -> int:
     found = runs_of(run, budgets=chosen.budgets, max_slowdowns=chosen.max_slowdowns)
     found = [(setting, one) for setting, one in found if one.variant in chosen.variants]
     if not found:
-        parser.error("nothing to measure: --variants names families of which there is no setting.")
+        parser.error("nothing to measure: the chosen --variants have no settings.")
     settings, runs = zip(*found, strict=True)
     console = Console()
     with Progress(*progress_columns(), console=console) as progress:

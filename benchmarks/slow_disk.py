@@ -1,31 +1,32 @@
-"""Do predicted slowdowns come true, and what does a step cost on a disk that is slower than the plan thinks?
+"""Test whether predicted slowdowns come true, and what a step costs on a disk that is slower than planned.
 
     python benchmarks/slow_disk.py --model gpt2 --layers 12 --hidden 384 --batch 8 --sequence 512 --slower 10
 
-A slow disk is made by holding up every read and write of the spill file. Variants, one step each in turns, so that what
-else the machine does cancels out:
+A slow disk is simulated by delaying every read and write of the spill file. The variants run one step each in turns, so
+that other load on the machine cancels out:
 
     inductor            keeps everything
-    as planned          the disk as it is, and a plan for it
-    slow as planned     the slow disk, and a plan for it
-    slower              the slow disk with the plan for the fast one; what would hold up the step stays in memory
-    slower, all moved   the same, but what was planned is moved, whatever it costs
+    as planned          the real disk, with a plan for it
+    slow as planned     the slow disk, with a plan for it
+    slower              the slow disk, with the plan for the real one; storages that would delay the step stay in memory
+    slower, all moved   the same, but everything that was planned is offloaded, whatever it costs
 
-Where the disk is the one of the plan, everything is moved as planned: a prediction can come true or not.
+In the two "as planned" variants, everything is offloaded as planned, so that the prediction can be tested.
 
-"predicted" is what the plan promises: of the step, to be compared with the ratio, both relative to plain Inductor; and
-of the stalls, to be compared with what the engine counted, in the median step. How long a step gives the disk decides
-what has to be waited for, and a roofline knows nothing of cold caches or page faults: so the plans are made for a
-machine that takes as long for the step as plain Inductor took in five steps in front of the first round. What the
-machine does later changes that again: "off by" is the median difference between the stalls of a step and those that
-the simulation predicts for what this very step computed, as a share of the step.
+There are two columns "predicted". The first is the predicted step time relative to plain Inductor, to compare with
+"ratio". The second is the predicted stall time, to compare with the stalls that the engine counted in the median step.
+Stalls depend on the time that a step leaves the disk, and a roofline model ignores cold caches and page faults.
+Therefore the plans are made for a machine whose step takes as long as plain Inductor took in five steps before the
+first round. Later load on the machine changes that again. So "off by" compares the stalls of each step with the stalls
+that the simulation predicts for the compute time of the same step: the median difference as a share of the step.
 
-All variants share one heap, so what an engine brings on huge pages does not stay there, and small pages make transfers
-slower than the profile says. Therefore the whole heap is put on huge pages, by a tunable of glibc, unless others are
-set.
+All variants share one heap, so memory that an engine places on huge pages does not stay there, and small pages make
+transfers slower than in the profile. Therefore a glibc tunable puts the whole heap on huge pages, unless other tunables
+are set.
 
-A ratio is the median of the ratios within the rounds, the first ones not counted: they compile, and show the engine
-what the disk does. Exit code 1 if losses or gradients are not those of plain Inductor, to the bit.
+A ratio is the median of the ratios within the rounds. The first rounds do not count: they compile, and the engine
+learns the rates of the disk. The exit code is 1 if losses or gradients are not bit-identical to those of plain
+Inductor.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ CALIBRATION_STEPS = 5
 
 
 class SlowDisk:
-    """The rates of ``hardware`` divided by ``slower``. Transfers take turns, whatever their direction."""
+    """Simulates the rates of ``hardware`` divided by ``slower``. Transfers take turns in both directions."""
 
     def __init__(self, hardware: Hardware, slower: float) -> None:
         self._s_per_byte = {
@@ -82,14 +83,14 @@ class SlowDisk:
         self._lock = threading.Lock()
 
     def end_s(self, direction: Direction, byte_count: int) -> float:
-        """When a transfer that begins now is over, by ``time.perf_counter``."""
+        """Time at which a transfer that starts now ends, by ``time.perf_counter``."""
         with self._lock:
             self._free_at_s = max(self._free_at_s, time.perf_counter()) + byte_count * self._s_per_byte[direction]
             return self._free_at_s
 
 
 class SlowFile(SpillFile):
-    """What threads see of a slow disk."""
+    """A spill file on a slow disk, for I/O threads."""
 
     def __init__(self, directory: str, disk: SlowDisk) -> None:
         super().__init__(directory)
@@ -107,15 +108,15 @@ class SlowFile(SpillFile):
 
 
 class SlowAio(KernelAio):
-    """What native AIO sees of it: answers come late."""
+    """Native AIO on a slow disk: delays answers."""
 
     def __init__(self, disk: SlowDisk) -> None:
         super().__init__()
         self._disk = disk
         self._end_s: dict[int, float] = {}
-        """Of the requests under way, by cookie."""
+        """End times of the requests in flight, by cookie."""
         self._held: dict[int, int] = {}
-        """Results of the kernel that are not told yet."""
+        """Results of the kernel that are not returned yet, by cookie."""
         self._told: list[tuple[int, int]] = []
 
     def submit(self, opcode: int, descriptor: int, address: int, length: int, offset: int, cookie: int) -> bool:
@@ -143,8 +144,8 @@ class SlowAio(KernelAio):
 
 
 class StepClock:
-    """Runs while its variant computes. What an engine may spend on stalls grows with time, and other variants' is not
-    its own."""
+    """A clock that runs only while its variant computes. The stall time allowed to an engine grows with time, and the
+    time of other variants must not count."""
 
     def __init__(self) -> None:
         self._passed_s = 0.0
@@ -164,9 +165,9 @@ class StepClock:
 class Variant:
     name: str
     config: OffloadConfig | None = None
-    """None: plain Inductor."""
+    """None means plain Inductor."""
     planned: bool = False
-    """The plan is for the disk that it runs on."""
+    """Whether the plan was made for the disk that the variant runs on."""
     slow: bool = False
     admission: bool = True
     clock: StepClock = dataclasses.field(default_factory=StepClock)
@@ -174,22 +175,22 @@ class Variant:
 
 @dataclasses.dataclass(slots=True)
 class Runner:
-    """One variant with a model of its own."""
+    """One variant with its own copy of the model."""
 
     variant: Variant
     model: nn.Module
     compiled: Callable[..., Tensor]
     graphs: Sequence[GraphReport]
-    """Their plans; empty where they were made for another disk."""
+    """Reports with the plans; empty if the plans were made for another disk."""
     step_s: list[float] = dataclasses.field(default_factory=list[float])
     stall_s: list[float] = dataclasses.field(default_factory=list[float])
-    """Of every step."""
+    """Stall seconds of every step."""
     done: Statistics = dataclasses.field(default_factory=Statistics)
-    """Of the last step."""
+    """Statistics of the last step."""
 
     @property
     def predicted(self) -> str:
-        """Step time relative to plain Inductor."""
+        """Predicted step time relative to plain Inductor."""
         if not self.graphs:
             return "-"
         plans = [graph.plan for graph in self.graphs]
@@ -201,7 +202,7 @@ class Runner:
 
     @property
     def off_by(self) -> str:
-        """What the simulation predicts of the stalls of a step, given what the step computed."""
+        """Median difference between measured stalls and the stalls simulated for the compute time of the same step."""
         if not self.graphs:
             return "-"
         planned_s = sum(graph.plan.step_s + graph.plan.exposed_s - graph.plan.stall_s for graph in self.graphs)
@@ -212,7 +213,7 @@ class Runner:
         return f"{statistics.median(shares):.1%}"
 
     def step(self, batch: Sequence[Tensor], seed: int) -> list[Tensor]:
-        """Loss and gradients."""
+        """Run one step and return loss and gradients."""
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(seed)
         before = ops.statistics()
@@ -228,7 +229,7 @@ class Runner:
 
 
 def stall_at(graph: GraphReport, times: float) -> float:
-    """The stalls of the plan of ``graph`` where computing takes so many ``times`` as long as planned."""
+    """Return the stalls of the plan of ``graph`` if computing takes ``times`` as long as planned."""
     problem = dataclasses.replace(graph.problem, node_s=tuple(times * node_s for node_s in graph.problem.node_s))
     waiting = collections.defaultdict[tuple[int, int, int], list[Movable]](list)
     for movable in problem.movables:
@@ -237,14 +238,14 @@ def stall_at(graph: GraphReport, times: float) -> float:
     for storage in graph.plan.offloaded:
         decision = storage.decision
         assert isinstance(decision, Offload)
-        # Which one of several that stand at the same places and have the same size makes no difference.
+        # Movables with equal positions and sizes are interchangeable.
         movable = waiting[decision.offload, decision.wait, storage.size_bytes].pop(0)
         placements[movable.idx] = decision.placement
     return simulate(problem, placements).stall_s
 
 
 def on_slow_disk(hardware: Hardware, slower: float) -> Hardware:
-    """``hardware`` with a disk that is as many times slower."""
+    """Return ``hardware`` with a disk that is ``slower`` times slower."""
 
     def slow(channel: Channel) -> Channel:
         return dataclasses.replace(channel, bytes_per_s=channel.bytes_per_s / slower)
@@ -253,7 +254,7 @@ def on_slow_disk(hardware: Hardware, slower: float) -> Hardware:
 
 
 def variants_of(config: OffloadConfig, hardware: Hardware, slower: float) -> list[Variant]:
-    """Engines are told apart by their configuration, so the limits differ by a hair."""
+    """Return the variants. Engines are identified by their configuration, so max_slowdown differs slightly."""
     names = ("as planned", "slow as planned", "slower", "slower, all moved")
     configs = [
         dataclasses.replace(config, max_slowdown=config.max_slowdown + 1e-9 * number, hardware=planned_for)
@@ -268,7 +269,7 @@ def variants_of(config: OffloadConfig, hardware: Hardware, slower: float) -> lis
 
 
 def calibrate(runner: Runner, hardware: Hardware, config: OffloadConfig, batches: Sequence[Sequence[Tensor]]) -> float:
-    """How many times as long as by roofline a step of plain Inductor takes."""
+    """Return the time of a step of plain Inductor divided by its roofline time."""
     config = dataclasses.replace(config, hardware=hardware)
     roofline_s = sum(graph.plan.step_s for graph in explain(runner.model, *batches[0], config=config).graphs)
     for seed, batch in enumerate(batches):
@@ -279,14 +280,14 @@ def calibrate(runner: Runner, hardware: Hardware, config: OffloadConfig, batches
 
 
 def make_plans(variant: Variant, model: nn.Module, batch: Sequence[Tensor]) -> Sequence[GraphReport]:
-    """Those that come true on the disk of ``variant``."""
+    """Return reports with the plans, if they are made for the disk of ``variant``."""
     if variant.config is None or not variant.planned:
         return []
     return explain(model, *batch, config=variant.config).graphs
 
 
 def slow_engines(variants: Sequence[Variant], hardware: Hardware, slower: float) -> Engines:
-    """Engines that know by their configuration which disk they have."""
+    """Return engines that choose their disk by their configuration."""
     by_engine_config = {variant.config.engine_config(): variant for variant in variants if variant.config is not None}
 
     def open_engine(config: EngineConfig, handles: Iterator[int]) -> Engine:
@@ -345,15 +346,15 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ssd-dir", help="directory on the SSD")
     chosen = parser.parse_args(arguments)
     if chosen.rounds <= WARM_UP_ROUNDS:
-        parser.error(f"--rounds must be more than {WARM_UP_ROUNDS}: the first ones do not count.")
+        parser.error(f"--rounds must be more than {WARM_UP_ROUNDS}: the first rounds do not count.")
     if chosen.slower < 1:
-        parser.error("--slower must be at least 1: no disk gets faster by being held up.")
+        parser.error("--slower must be at least 1: delays cannot make the disk faster.")
     return chosen
 
 
 def main(arguments: list[str]) -> int:
     chosen = parse_arguments(arguments)
-    prepare_heap()  # as the first engine will: without it the steps in front of the first round take longer
+    prepare_heap()  # the first engine does the same; without it, the steps before the first round take longer
     (directory, *_) = check_directories(chosen.ssd_dir)
     hardware = load_hardware("cpu", directory)
     sizes: dict[str, Any] = {name: getattr(chosen, name) for name in ("layers", "hidden", "batch", "sequence", "vocab")}
@@ -374,7 +375,7 @@ def main(arguments: list[str]) -> int:
         compiler: Any = backend(variant.config)
         runners.append(Runner(variant, own, torch.compile(own, backend=compiler), plans))
     console = Console()
-    console.print(f"A step takes {times:.2f} times as long as by roofline.", highlight=False)
+    console.print(f"A step takes {times:.2f} times its roofline time.", highlight=False)
     same = True
     for round_number in range(chosen.rounds):
         batch = make_batch(generator)

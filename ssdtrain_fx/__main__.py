@@ -1,4 +1,4 @@
-"""Entry of ``ssdtrain-fx`` and ``python -m ssdtrain_fx``: checks that what the command needs is there."""
+"""Entry point of ``ssdtrain-fx`` and ``python -m ssdtrain_fx``: checks that the packages it needs are installed."""
 
 from __future__ import annotations
 

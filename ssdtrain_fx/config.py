@@ -1,4 +1,4 @@
-"""What the user may choose: one frozen value, checked before anything is traced."""
+"""Options of the backend: one frozen value, checked before anything is traced."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Replan = Literal["off", "auto"]
 Costs = Literal["roofline", "measured"]
 
 SHARE_IN_TRANSIT = 1 / 8
-"""Of the staging, kept for writes and reads on their way when the host tier is full. A guess."""
+"""Share of the staging memory that is reserved for transfers in flight when the host tier is full. A guess."""
 UNPLANNED_SHARE = 0.5
-"""Of ``max_slowdown``: what stalls that are not in the plan may take on top. Less, and a hiccup of the disk would leave
-tensors in memory; more, and a disk that is slower than planned costs twice what was asked for. A guess."""
+"""Share of ``max_slowdown`` that stalls outside the plan may add. With a smaller share, a hiccup of the disk would
+leave tensors in memory. With a larger one, a slow disk could cost twice the allowed slowdown. A guess."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,71 +46,73 @@ class OffloadConfig:
     """
 
     ssd_dir: str | Path | Sequence[str | Path] | None = None
-    """Directory on the SSD; or several, best of equal drives: tensors are striped over them. None: ``$SSDTRAIN_DIR``, a
-    path or several with ``:`` between them, else the system's temp directory. The files have no names there."""
+    """Directory on the SSD, or several directories, best on equal drives: tensors are striped over them. None:
+    ``$SSDTRAIN_DIR`` (one path, or several separated by ``:``), else the system's temporary directory. The files there
+    are unnamed."""
 
     inner: Inner = "inductor"
-    """Compiler that gets the rewritten forward and backward graphs."""
+    """Compiler for the rewritten forward and backward graphs."""
 
     min_tensor_bytes: int = 1 << 20
     """Storages smaller than this stay in memory."""
 
     policy: PolicyName | Policy = "auto"
-    """``auto`` moves what lowers the peak and costs little; ``all`` offloads every eligible storage at any cost; a
-    function decides for itself (``ssdtrain_fx.passes.policy``). Compile caches are used with functions that are
+    """``auto`` offloads the storages that lower the peak at little cost. ``all`` offloads every eligible storage at any
+    cost. A function makes its own decisions (``ssdtrain_fx.passes.policy``); compile caches are used only if it is
     defined at the top level of a module."""
 
     passes: Sequence[JointPass] = ()
-    """Functions from a ``ScheduledJointGraph`` to one, which run in this order before anything is planned. Compile
-    caches as for ``policy``."""
+    """Functions that take a ``ScheduledJointGraph`` and return one. They run in this order, before anything is planned.
+    Compile caches are used as for ``policy``."""
 
     recompute: bool = True
-    """With ``policy="auto"``: make storages again in backward where that lowers the peak further, or costs less time,
-    than moving them. Only what gives the same bits is made again."""
+    """With ``policy="auto"``: recompute storages in backward where that lowers the peak further, or costs less time,
+    than offloading them. Only ops that give the same bits are recomputed."""
 
     memory_budget_bytes: int | None = None
-    """Activation peak to stay under, at the least cost in time; nothing is offloaded when the step already fits. None:
-    as low as ``max_slowdown`` allows."""
+    """Upper limit of the activation peak, which the plan meets at the least cost in time. Nothing is offloaded if the
+    step already fits. None: the peak is as low as ``max_slowdown`` allows."""
 
     host_budget_bytes: int | None = None
-    """Most pinned (GPU) or staging (CPU) memory that the engine may hold. None: chosen per device, 1 GiB for each
-    directory on a GPU. There it is the host tier too: what is needed soonest stays in it, and never goes to the SSD."""
+    """Maximum pinned memory (GPU) or staging memory (CPU) that the engine may hold. None: chosen per device, 1 GiB for
+    each directory on a GPU. On a GPU it is also the host tier: what is needed soonest stays in it and is never written
+    to the SSD."""
 
     max_slowdown: float = 0.01
-    """How much longer than without offloading a step may take, as a share of it, by the planner's prediction. Where the
-    disk is slower than predicted, stalls beyond the plan take half of that share at most: what does not fit in stays in
-    memory.
-    On a CPU, where the processor itself copies, every byte costs time: allow 0.05 or more there to see much less
-    memory. Has no effect with ``memory_budget_bytes`` or ``policy="all"``."""
+    """Maximum increase of the step time that the planner may predict, as a share of the step time without offloading.
+    If the disk is slower than predicted, stalls outside the plan take at most half of this share: tensors whose
+    transfers do not fit into it stay in memory.
+    On a CPU, the processor itself makes the copies, so every byte costs time: allow 0.05 or more there for a much lower
+    peak. Has no effect with ``memory_budget_bytes`` or ``policy="all"``."""
 
     hardware: Hardware | str | Path | None = None
-    """What to plan for: a profile, or the path of one that ``ssdtrain-fx probe --json`` wrote. None: this machine,
-    which is measured in a few seconds when it is not known yet."""
+    """Hardware to plan for: a profile, or the path of one that ``ssdtrain-fx probe --json`` wrote. None: this machine,
+    which is measured in a few seconds if no profile of it is stored."""
 
     costs: Costs = "roofline"
-    """How long each node takes, for the plan. ``roofline`` computes it from shapes and the rates in ``hardware``.
-    ``measured`` runs what Inductor takes from libraries (matrix products, convolutions, attention), or with
-    ``inner="aot_eager"`` every op, by itself on this machine, once for each op and layout; what Inductor fuses stays on
-    the roofline. The times are kept beside the hardware profiles: the next compilation measures nothing and makes the
-    same plan. To measure again, delete ``node-times-*.json`` there."""
+    """Source of the node times for the plan. ``roofline`` computes them from shapes and the rates in ``hardware``.
+    ``measured`` runs ops alone on this machine, once for each op and layout: those that Inductor takes from libraries
+    (matrix products, convolutions, attention), or every op with ``inner="aot_eager"``. Ops that Inductor fuses keep
+    their roofline time. The times are stored next to the hardware profiles, so the next compilation measures nothing
+    and makes the same plan. To measure again, delete ``node-times-*.json`` there."""
 
     replan: Replan = "off"
     """``auto`` plans and compiles a step again when the disk has been 1.5 times faster or slower than planned for
     several steps, at most every ten minutes. Off by default: a compilation in the middle of a training run may take a
-    minute, and what would hold up the step stays in memory anyway. Graphs with dynamic shapes keep their plan."""
+    minute, and what would stall the step stays in memory anyway. Graphs with dynamic shapes keep their plan."""
 
     io: IOPath = "auto"
-    """``posix`` goes through host memory by threads, ``kvikio`` straight from GPU to file, ``aio`` moves CPU tensors by
-    Linux native AIO, without threads. ``auto``: on a GPU the faster one of those that work; for CPU tensors ``aio``
-    where the kernel and the file system have it, else threads."""
+    """``posix`` uses threads that transfer through host memory. ``kvikio`` transfers directly between GPU and file.
+    ``aio`` transfers CPU tensors with Linux native AIO, without threads. ``auto``: on a GPU, the faster of those that
+    work; for CPU tensors, ``aio`` where the kernel and the file system support it, else threads."""
 
     checksum: bool = False
-    """Verify every byte that comes back from the file, by XXH3 of 64 bits (costs some CPU time)."""
+    """Verify every byte reloaded from the file with 64-bit XXH3. This costs some CPU time."""
 
     io_timeout_s: float | None = 300.0
-    """A disk on which no transfer ends for so long, while one is waited for, is an error. None: wait for ever. The
-    default leaves the kernel time to reset a drive and to report the real error, and is below the 600 s after which
-    NCCL gives up: so the rank with the broken disk is the one that says so."""
+    """Seconds without a completed transfer, while the step waits for one, after which an error is raised. None: wait
+    forever. The default leaves the kernel time to reset a drive and to report the real error. It is below the 600 s
+    after which NCCL gives up, so the rank with the broken disk reports the error."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ssd_dir", _paths(self.ssd_dir))
@@ -128,8 +130,8 @@ class OffloadConfig:
                 _require_int(name, value, minimum=1)
         if self.policy == "all" and self.memory_budget_bytes is not None:
             raise ConfigError(
-                "Options policy='all' and memory_budget_bytes of backend 'ssdtrain' contradict each other: the one "
-                "moves everything, the other no more than it must. Leave one of them out."
+                "Options policy='all' and memory_budget_bytes of backend 'ssdtrain' contradict each other: the "
+                "first offloads everything, the second only as much as needed. Remove one of them."
             )
         if isinstance(self.max_slowdown, bool) or not isinstance(self.max_slowdown, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _wrong("max_slowdown", self.max_slowdown, "a number such as 0.01")
@@ -148,7 +150,7 @@ class OffloadConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> OffloadConfig:
-        """The configuration that ``torch.compile(..., options=options)`` asks for.
+        """Build the configuration from ``torch.compile(..., options=options)``.
 
         Raises:
             ConfigError: an option is unknown (all valid ones are listed) or has a wrong value.
@@ -181,7 +183,7 @@ class OffloadConfig:
         if self.hardware is None:
             from ssdtrain_fx.machine.probe import load_hardware
 
-            # In a thread of its own: modes belong to threads, and under the FakeTensorMode of a trace nothing is run.
+            # In a separate thread: modes are per thread, and under the FakeTensorMode of a trace no op really runs.
             with ThreadPoolExecutor(1) as pool:
                 return pool.submit(load_hardware, device, self.engine_config().ssd_dir).result()
         try:
@@ -193,7 +195,7 @@ class OffloadConfig:
             ) from error
 
     def host_tier(self, hardware: Hardware) -> HostTier | None:
-        """What of the staging may be planned for as the host tier; None on a CPU, and where nothing goes by staging."""
+        """The part of staging that may be planned as the host tier. None on a CPU, and where staging is not used."""
         if not hardware.has_host_tier or self.io == "kvikio":
             return None
         in_transit_bytes = math.ceil(hardware.staging_bytes * SHARE_IN_TRANSIT)
@@ -213,18 +215,20 @@ class OffloadConfig:
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """What the user wrote: the policy, if it is a function, and the passes."""
+        """The user's functions: the policy, if it is a function, and the passes."""
         return (self.policy, *self.passes) if callable(self.policy) else tuple(self.passes)
 
     def cache_key(self) -> str:
-        """Names everything that a plan depends on here. Equal in every process, or, with functions that have no stable
-        name, never the same again."""
+        """A string that covers everything here that a plan depends on.
+
+        It is equal in every process. If a function has no stable name, every call returns another string.
+        """
         plain = dataclasses.replace(self, policy="auto" if callable(self.policy) else self.policy, passes=())
         return f"{plain!r} {callable(self.policy)} {[cache_name(function) for function in self.functions]}"
 
     def engine_config(self) -> EngineConfig:
-        """The part that the runtime needs; it travels inside the compiled graph."""
-        # Who asks for a budget or for everything to move is promised memory, not time.
+        """The part that the runtime needs; it is stored in the compiled graph."""
+        # A memory budget and policy="all" promise memory, not time.
         in_time = self.policy == "auto" and self.memory_budget_bytes is None
         return EngineConfig(
             ssd_dir=_strings(self.ssd_dir),
@@ -237,13 +241,13 @@ class OffloadConfig:
 
 
 def device_of(example_inputs: Sequence[Any]) -> str:
-    """What a graph with these inputs is planned for: a GPU as soon as one of them is there."""
+    """The device that a graph with these inputs is planned for: ``cuda`` if any of them is on a GPU, else ``cpu``."""
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     return "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"
 
 
 def _paths(ssd_dir: object) -> str | Path | tuple[str | Path, ...] | None:
-    """``ssd_dir`` as a value that nobody can change."""
+    """``ssd_dir`` as an immutable value."""
     if ssd_dir is None or isinstance(ssd_dir, (str, Path)):
         return ssd_dir
     entries = tuple(cast(Sequence[object], ssd_dir)) if isinstance(ssd_dir, Sequence) else ()

@@ -1,4 +1,4 @@
-"""Errors a user can meet. Each message says what was found, what was expected, and what to do."""
+"""Errors that users may see. Each message says what was found, what was expected, and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ConfigError(SSDTrainError, ValueError):
 
 
 class BudgetError(SSDTrainError):
-    """``memory_budget_bytes`` is below the lowest peak that can be reached, which is ``floor_bytes``."""
+    """``memory_budget_bytes`` is below ``floor_bytes``, the lowest peak that a plan can reach."""
 
     def __init__(self, floor_bytes: int, message: str) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class BudgetError(SSDTrainError):
 
 
 class PolicyError(SSDTrainError, ValueError):
-    """A policy decided what would give wrong gradients, or what the graph has no place for. Nothing was rewritten."""
+    """A decision of a policy would give wrong gradients, or does not fit the graph. Nothing was rewritten."""
 
 
 class PassError(SSDTrainError, ValueError):
@@ -28,11 +28,11 @@ class PassError(SSDTrainError, ValueError):
 
 
 class ActivationLostError(SSDTrainError, RuntimeError):
-    """A saved tensor cannot be read back. Raised before any gradient is produced from it."""
+    """A saved tensor cannot be reloaded. Raised before any gradient is computed from it."""
 
 
 class StalledDiskError(SSDTrainError, TimeoutError):
-    """No transfer has come to an end for ``io_timeout_s``. The message shows what is queued and under way."""
+    """No transfer has completed for ``io_timeout_s``. The message shows what is queued and in flight."""
 
 
 class InternalError(SSDTrainError, AssertionError):

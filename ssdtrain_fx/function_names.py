@@ -1,4 +1,4 @@
-"""Names under which compile caches may keep what a function of a user made."""
+"""Names of user functions for the keys of compile caches."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def display_name(function: Callable[..., Any]) -> str:
 
 
 def stable_name(function: Callable[..., Any]) -> str | None:
-    """``module.function`` and a hash of the source of the whole module and of the loaded code: the same in every
-    process, another one after a change. None where there is no such name: for lambdas, for functions inside functions,
-    for objects, and for what was typed into a notebook, since values that they depend on are nowhere written down.
+    """``module.function``, with a hash of the source of the whole module and of the loaded code.
 
-    Not in the name: what the module imports, and globals that are changed while the program runs.
+    The name is the same in every process and changes with the code. None for lambdas, functions inside functions,
+    objects, and functions typed into a notebook: values that they depend on are not in any source file.
+
+    The name does not cover what the module imports, or globals that change while the program runs.
     """
     if not inspect.isfunction(function) or "<" in function.__qualname__:
         return None
@@ -40,5 +41,5 @@ def stable_name(function: Callable[..., Any]) -> str | None:
 
 
 def cache_name(function: Callable[..., Any]) -> str:
-    """:func:`stable_name`, or a name that never comes again, so that no cache can answer."""
+    """:func:`stable_name`, or a unique name, which no cache entry has."""
     return stable_name(function) or f"{display_name(function)} {uuid.uuid4()}"

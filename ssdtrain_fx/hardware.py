@@ -1,7 +1,7 @@
-"""What the planner knows about a machine: rates and latencies, as one frozen value that is stored as JSON.
+"""The hardware profile: rates and latencies of a machine, as one frozen value that is stored as JSON.
 
-A profile belongs to one device and one directory. ``ssdtrain_fx.machine.probe`` measures it; the planner only reads it, so the
-same profile and the same graph give the same plan.
+A profile belongs to one device and one directory. ``ssdtrain_fx.machine.probe`` measures it. The planner only reads it,
+so the same profile and the same graph give the same plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Channel:
-    """A way for bytes: a transfer of n bytes takes ``latency_s + n / bytes_per_s``."""
+    """A transfer path: a transfer of n bytes takes ``latency_s + n / bytes_per_s``."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -26,7 +26,7 @@ class Channel:
 
 
 def convolution_key(dtype_name: str) -> str:
-    """The key of convolutions in :attr:`Hardware.flops_per_s`: they come from another library than matrix products."""
+    """The key of convolutions in :attr:`Hardware.flops_per_s`. They use another library than matrix products."""
     return f"{dtype_name} convolution"
 
 
@@ -37,42 +37,44 @@ class Hardware:
     device: str
     """``cpu``, or the name of the GPU."""
     flops_per_s: Mapping[str, float]
-    """Matrix products, by dtype name (``float32``); convolutions under :func:`convolution_key`, where they differ."""
+    """Matrix products by dtype name (``float32``), and convolutions under :func:`convolution_key` if they differ."""
     memory_bytes_per_s: float
-    """A streaming pointwise kernel, reads plus writes."""
+    """Reads plus writes of a streaming pointwise kernel."""
     elements_per_s: Mapping[str, float]
     """Elements per second of an expensive pointwise op (``exp``, ``tanh``, ``erf``), by dtype name."""
     kernel_s: float
-    """Time of a kernel that has nothing to do."""
+    """Time of a kernel that does no work."""
     write: Channel
     """Staging to SSD."""
     read: Channel
     """SSD to where the tensor is needed."""
     share_when_both: float
-    """Share of its rate that each direction keeps while the other one is busy too: 0.5 for one shared resource."""
+    """Share of its rate that each direction keeps while the other is busy too: 0.5 if both share one resource."""
     copy_out: Channel
     """Tensor to staging (on a GPU: device to host)."""
     copy_in: Channel
     """Staging to tensor (on a GPU: host to device)."""
     copies_block_compute: bool
-    """Whether the compute thread does the copies itself, as for CPU tensors. On a GPU they run beside it."""
+    """Whether the compute thread makes the copies, as for CPU tensors. On a GPU, copies overlap with computation."""
     offload_s: float
-    """Compute-thread time of one ``offload`` and its ``release``, whatever the size."""
+    """Compute-thread time of one ``offload`` and its ``release``, regardless of size."""
     reload_s: float
-    """Compute-thread time of one ``reload`` and its ``wait``, whatever the size."""
+    """Compute-thread time of one ``reload`` and its ``wait``, regardless of size."""
     staging_bytes: int
-    """Bytes that may be between tensor and SSD at one time."""
+    """Maximum number of bytes between tensor and SSD at one time."""
 
     @property
     def has_host_tier(self) -> bool:
-        """Whether staging is a place of its own, which copies reach beside the computation: pinned memory on the way
-        from a GPU. On a CPU it is the very memory that storages should leave."""
+        """Whether staging is separate memory, and copies to it overlap with computation: pinned memory for a GPU.
+
+        On a CPU, staging is the same memory that storages should leave.
+        """
         return self.device != "cpu" and not self.copies_block_compute
 
     def computing_slower(self, times: float) -> Hardware:
-        """The same disk beside computation that takes so many ``times`` as long, by roofline.
+        """The same disk, with computation that takes ``times`` times as long by roofline.
 
-        For a machine whose step is known: a roofline has no cold caches, no page faults and no other processes.
+        For a machine whose step time is known: a roofline has no cold caches, page faults or other processes.
         """
         return dataclasses.replace(
             self,
@@ -107,5 +109,5 @@ class Hardware:
         return cls(**raw)
 
     def digest(self) -> str:
-        """Names this profile in the keys of compile caches: a plan for other hardware must not be reused."""
+        """Identifies this profile in the keys of compile caches: a plan for other hardware must not be reused."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()

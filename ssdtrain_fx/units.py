@@ -1,4 +1,4 @@
-"""Formatters for people: bytes in binary units, seconds."""
+"""Format bytes (in binary units) and seconds for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.0042 -> "4.20 ms"``; three digits."""
+    """``0.0042 -> "4.2 ms"``; up to three significant digits, and whole numbers from 100 on."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         scaled = seconds * scale
         if abs(scaled) >= 1 or unit == "µs":

@@ -1,4 +1,4 @@
-"""Text files that are there completely or not at all: written under another name, and then renamed."""
+"""Text files that exist completely or not at all: written under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def written_beside(path: Path, text: str) -> Generator[Path]:
-    """A file with ``text`` in the directory of ``path``, to be renamed or linked to it. What is not is gone at the end.
+    """A temporary file with ``text`` in the directory of ``path``, to be renamed or linked to ``path``.
 
-    Only its owner may read it.
+    Its temporary name is deleted at the end. Only the owner may read the file.
 
     Raises:
         OSError: it cannot be written.
@@ -29,10 +29,10 @@ def written_beside(path: Path, text: str) -> Generator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write or replace ``path``, so that nobody ever reads half of it.
+    """Write or replace ``path`` in one step, so that a reader never sees half of it.
 
     Raises:
-        OSError: it cannot be written; what was there still is.
+        OSError: it cannot be written; the previous file is unchanged.
     """
     with written_beside(path, text) as temporary:
         temporary.replace(path)

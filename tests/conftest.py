@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and settings that all tests share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ssdtrain_fx.runtime import ops
 
-# No test fails on a time: one collection of garbage in a process that has compiled a lot takes longer than is allowed.
+# No deadlines: in a process that has compiled a lot, one garbage collection takes longer than the default deadline.
 hypothesis.settings.register_profile(
     "ssdtrain_fx", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -20,7 +20,7 @@ hypothesis.settings.load_profile("ssdtrain_fx")
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
-    """This machine is measured for the tests, and what is found does not become the user's profile."""
+    """The tests measure this machine, but do not store the result as the user's profile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSDTRAIN_PROFILE_DIR", str(tmp_path_factory.mktemp("profiles")))
         yield
@@ -28,7 +28,7 @@ def _own_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  
 
 @pytest.fixture(autouse=True)
 def _fresh_process_state() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
-    """No compiled code, engine or random state passes from one test to the next."""
+    """No compiled code, engine or random state is left for the next test."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield
@@ -38,7 +38,7 @@ def _fresh_process_state() -> Iterator[None]:  # pyright: ignore[reportUnusedFun
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Bits repeat only without a race: on CPU, Inductor sums embedding gradients with atomic additions."""
+    """Bits are reproducible only without races: on CPU, Inductor sums embedding gradients with atomic additions."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -47,5 +47,5 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def ssd_dir(tmp_path: Path) -> str:
-    """A directory of this test's own."""
+    """A separate directory for this test."""
     return str(tmp_path)

@@ -1,4 +1,4 @@
-"""A hardware profile with other numbers in every field."""
+"""A hardware profile with a different number in every field."""
 
 from __future__ import annotations
 

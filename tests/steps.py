@@ -1,4 +1,4 @@
-"""Steps and machines for tests: small models of the zoo, a step of four layers, and what the engines did meanwhile."""
+"""Steps and machines for tests: small models of the zoo, a step of four layers, and statistics of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ssdtrain_fx.testing import CapturedStep, assert_same_bits, capture_step, gr
 NUM_STEPS = 3
 
 FAST_DISK = toy_hardware(disk_bytes_per_s=1e9, kernel_s=1e-3)
-"""A machine on which moving costs nothing but a little time on the disk: 1 MB goes either way while a kernel runs."""
+"""A machine on which offloading costs only a little disk time: 1 MB is transferred each way while a kernel runs."""
 
 
 class Autocast(nn.Module):
@@ -34,7 +34,7 @@ class Autocast(nn.Module):
 
 
 def machine(disk_bytes_per_s: float) -> Hardware:
-    """Kernels take a microsecond each; only the disk is slow."""
+    """A machine on which each kernel takes a microsecond, and only the disk is slow."""
     rates = {"float32": 1e15}
     return toy_hardware(
         disk_bytes_per_s, flops_per_s=rates, memory_bytes_per_s=1e15, elements_per_s=rates, kernel_s=1e-6
@@ -42,7 +42,7 @@ def machine(disk_bytes_per_s: float) -> Hardware:
 
 
 def four_layers() -> CapturedStep:
-    """Saves the pre-activations mm, mm_1, .. [512, 16] and their squares mul, mul_1, .. of every layer."""
+    """A step that saves the pre-activations mm, mm_1, .. [512, 16] and their squares mul, mul_1, .. of every layer."""
 
     def function(x: Tensor, *weights: Tensor) -> Tensor:
         for weight in weights:
@@ -55,7 +55,7 @@ def four_layers() -> CapturedStep:
 
 
 def small_model(name: str, *, dropout: float = 0.0, layers: int = 2) -> tuple[nn.Module, list[tuple[Tensor, ...]]]:
-    """A model of the zoo and other data for each step: a backend that returns stale activations must not pass."""
+    """A model of the zoo and different data for each step, so that a backend that returns stale activations fails."""
     torch.manual_seed(0)
     model, make_batch = zoo.build(name, layers=layers, hidden=64, sequence=32, vocab=128, batch=2, dropout=dropout)
     generator = torch.Generator().manual_seed(1)
@@ -63,7 +63,7 @@ def small_model(name: str, *, dropout: float = 0.0, layers: int = 2) -> tuple[nn
 
 
 def settled_statistics() -> Statistics:
-    """The statistics once nothing is in flight: a slot is in use for as long as a transfer of it runs."""
+    """The statistics once nothing is in flight, because a slot is in use while a transfer of it runs."""
     for engine in tuple(ops._engines._by_config.values()):  # pyright: ignore[reportPrivateUsage]
         engine.wait_until_idle()
     return statistics()
@@ -84,7 +84,7 @@ def compare_gradients(model: nn.Module, inner: Any, offloading: OffloadConfig, t
 
 
 def counted(function: Callable[[], Any]) -> Statistics:
-    """Run ``function`` and return what the engines did meanwhile."""
+    """Run ``function`` and return the engines' statistics of that run."""
     before = statistics()
     function()
     return statistics().since(before)

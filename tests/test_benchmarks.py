@@ -1,4 +1,4 @@
-"""The programs in ``benchmarks/`` run and say what they measured. Their figures are looked at by people only."""
+"""The programs in ``benchmarks/`` run and write their results. The tests do not judge the figures."""
 
 import dataclasses
 import importlib.util
@@ -25,14 +25,14 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    for module, name in ((ops, "_engines"), (engine, "prepare_heap")):  # programs of their own may replace these
+    for module, name in ((ops, "_engines"), (engine, "prepare_heap")):  # the programs replace these
         monkeypatch.setattr(module, name, getattr(module, name))
 
     def load(name: str) -> ModuleType:
         specification = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
         assert specification is not None and specification.loader is not None
         module = importlib.util.module_from_spec(specification)
-        monkeypatch.setitem(sys.modules, specification.name, module)  # dataclasses look their module up
+        monkeypatch.setitem(sys.modules, specification.name, module)  # dataclasses look up their module
         specification.loader.exec_module(module)
         return module
 
@@ -73,7 +73,7 @@ def test_ops_in_training_steps(
     for name in ("offload", "release", "reload", "wait"):
         monkeypatch.setattr(ops, name, getattr(ops, name))
     path = tmp_path / "ops.json"
-    # A vocabulary of its own: code that another test has loaded already would call what is timed by nobody.
+    # A vocabulary that no other test uses: code loaded by another test would call the functions that are not timed.
     size = ["--layers", "1", "--hidden", "128", "--batch", "8", "--sequence", "256", "--vocab", "311"]
     arguments = ["--model", "gpt2", *size, "--max-slowdown", "100", "--steps", "2"]
     assert load("ops").main(["--ssd-dir", ssd_dir, *arguments, "--json", str(path)]) == 0
@@ -102,7 +102,7 @@ def test_rivals_at_equal_peak_and_at_equal_time(load: Callable[[str], ModuleType
 
 
 def test_stalls_of_a_plan_at_other_speeds_of_computing(load: Callable[[str], ModuleType]) -> None:
-    """At the planned one they are the planned stalls; the longer a step computes, the less it waits."""
+    """At the planned speed they equal the planned stalls. The longer a step computes, the less it waits."""
     slow = Channel(bytes_per_s=2e7)
     hardware = dataclasses.replace(FAST_DISK, write=slow, read=slow)
     model, make_batch = zoo.build("gpt2", layers=2, hidden=128, batch=8, sequence=64, vocab=512)
@@ -117,7 +117,7 @@ def test_stalls_of_a_plan_at_other_speeds_of_computing(load: Callable[[str], Mod
 def test_allocated_peaks_under_inductor_are_within_a_tenth_of_predicted(
     load: Callable[[str], ModuleType], name: str, layers: int
 ) -> None:
-    """Bytes, not seconds: with ``policy="all"`` nothing is kept to save time. The peak is what torch allocates."""
+    """Tests bytes, not seconds: with ``policy="all"`` nothing is kept to save time. The peak is memory of torch."""
     torch.manual_seed(0)
     model, make_batch = zoo.build(name, layers=layers, hidden=128, batch=8, sequence=64, vocab=512)
     batch = make_batch(torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""How Inductor's code calls the ops: functions where only our ops read the objects they return, else the dispatcher."""
+"""How generated code calls the ops: as functions if only our ops read their results, else through the dispatcher."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_code_that_a_cache_keeps_imports_what_it_calls() -> None:
 
 
 def test_parts_of_a_call_come_as_a_tuple_or_as_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tuple until torch 2.13, an object from 2.14 on: here it is the other one of the two."""
+    """It is a tuple until torch 2.13 and an object from 2.14 on. This test uses the form of the other versions."""
     names = ("example_output", "tensor_args", "non_tensor_args", "unflatten_args", "unbacked_bindings")
     process = cast(Any, DirectCall).process_kernel
 
@@ -71,7 +71,7 @@ def test_strides_are_read_from_both_kinds_of_code() -> None:
 
 
 def test_what_others_read_is_a_tensor(engine: str) -> None:
-    """A token that leaves the graph: the whole graph goes through the dispatcher."""
+    """A token leaves the graph, so all ops of the graph go through the dispatcher."""
 
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.sigmoid(x @ x)

@@ -1,4 +1,4 @@
-"""Training in two CPU processes with gloo: gradients are those without offloading, to the bit."""
+"""Training in two CPU processes with gloo: the gradients equal those without offloading, to the bit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ dist.destroy_process_group()
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 @pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
 def test_gradients_are_equal(parallelism: str, tmp_path: Path) -> None:
-    """Each rank has data of its own; FSDP shards blocks that are compiled one by one."""
+    """Each rank has its own data. FSDP shards blocks that are compiled one by one."""
     command = [sys.executable, "-c", TRAINING, parallelism, str(tmp_path / "rendezvous")]
     ranks = [
         subprocess.Popen(

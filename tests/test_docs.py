@@ -1,16 +1,16 @@
-"""What README and the pages of docs/ tell people to type works, and what they say about this package is so.
+"""The code and commands in README and docs/ work, and their statements about this package are true.
 
-What is executed, for each page:
+For each page, the tests execute:
 
-* **Python blocks** of one page run one after the other in one namespace, in a process of their own: README and the
-  tutorial whole, the how-to pages behind a few lines that define what they take for granted (`PRELUDES`). Sizes are
-  made tiny, limits wide (`SMALLER`), and a drive is a temporary directory. Pages without a prelude need several
-  processes or modules of the reader's: that their blocks parse is all that is seen here.
-* **Bash blocks**, line by line. `ssdtrain-fx doctor`, `probe` and `explain` really run, small. Our other
-  commands take minutes: their arguments are parsed, and nothing runs. Of `make` the recipe is printed, of `pip install`
-  the extra is looked up.
+* **Python blocks**: all blocks of a page run in order in one namespace, in a separate process. README and the how-to
+  pages get a prelude that defines the names they assume (`PRELUDES`); the tutorial needs none. Sizes are made small and
+  limits wide (`SMALLER`), and a drive is a temporary directory. Pages without a prelude need several processes or
+  modules of the reader; their blocks are only parsed.
+* **Bash blocks**, line by line: `ssdtrain-fx doctor`, `probe` and `explain` really run, with small sizes. The other
+  subcommands take minutes, so only their arguments are parsed. For `make` the recipe is printed; for `pip install` the
+  extra is looked up.
 
-No other command may stand there: the test refuses what it does not know.
+A page may contain no other command: the test fails on commands that it does not know.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from ssdtrain_fx import OffloadConfig, errors
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in [ROOT / "README.md", *DOCS.rglob("*.md")])
-"""`docs/notebooks` holds no page."""
+"""`docs/notebooks` contains no pages."""
 
 SMALLER = {
     "WIDTH, LAYERS, BATCH = 512, 8, 4096": "WIDTH, LAYERS, BATCH = 64, 2, 8192",
-    "max_slowdown=0.1)": "max_slowdown=9.0, recompute=False)",  # a plan that moves something on every machine
+    "max_slowdown=0.1)": "max_slowdown=9.0, recompute=False)",  # the plan offloads something on every machine
     "min_tensor_bytes=4 << 20": "min_tensor_bytes=0",
 }
 
@@ -73,7 +73,7 @@ PRELUDES = {
     "several_drives.md": COMMON,
     "gpu.md": COMMON,
 }
-"""What comes before the first block of a page."""
+"""Code that runs before the first block of a page."""
 
 
 def blocks_of(path: Path, *languages: str) -> list[str]:
@@ -92,7 +92,7 @@ QUICK = (["ssdtrain-fx", "explain"], ["ssdtrain-fx", "doctor"], ["ssdtrain-fx", 
 
 
 def on_drives(text: str, tmp_path: Path) -> str:
-    """The drives of the pages are directories of the test."""
+    """Replace the drives that a page names by directories of the test."""
     for name in ("nvme0", "nvme1"):
         (tmp_path / name).mkdir(exist_ok=True)
     return text.replace("/mnt/nvme", str(tmp_path / "nvme"))
@@ -106,8 +106,7 @@ def run(command: list[str], tmp_path: Path) -> str:
 
 def test_every_page_with_python_is_run_or_known_not_to_be() -> None:
     with_python = {path.name for path in PAGES if blocks_of(path, "python")}
-    # What report.md and extending.md say is tested in tests/report and tests/test_extending.py; distributed.md needs
-    # ranks: tests/test_distributed.py.
+    # tests/report, tests/test_extending.py and tests/test_distributed.py (which starts ranks) test these pages.
     assert with_python - PRELUDES.keys() == {"report.md", "extending.md", "distributed.md"}
 
 
@@ -133,7 +132,9 @@ def test_python_runs(path: Path, tmp_path: Path) -> None:
         program = program.replace(large, small)
     if path.name == "tutorial.md":
         program += "\nassert step.offloads > 0\n"
-    (tmp_path / "page.py").write_text(on_drives(program, tmp_path))  # a file: Inductor and inspect want its source
+    (tmp_path / "page.py").write_text(
+        on_drives(program, tmp_path)
+    )  # a file, because Inductor and inspect read its source
     run([sys.executable, "page.py"], tmp_path)
     if path.name == "tutorial.md":
         assert {"x.html", "steps.json"} <= {entry.name for entry in tmp_path.iterdir()}
@@ -150,11 +151,11 @@ def test_command_is_understood(words: list[str], tmp_path: Path) -> None:
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             assert set(re.findall(r"\w+", what)) <= extras.keys()
         case _:
-            pytest.fail(f"the docs say `{' '.join(words)}`, and nobody checks that")
+            pytest.fail(f"the docs contain `{' '.join(words)}`, which this test does not know")
 
 
 def parse(arguments: list[str], tmp_path: Path) -> None:
-    """As the console script would, up to the call of the command."""
+    """Parse arguments as the console script does, without running the command."""
     import typer
 
     from ssdtrain_fx.cli import app
@@ -163,7 +164,7 @@ def parse(arguments: list[str], tmp_path: Path) -> None:
     group = cast(Any, typer.main.get_command(app))
     with group.make_context("ssdtrain-fx", arguments, resilient_parsing=True) as context:
         _, command, rest = group.resolve_command(context, arguments)
-        if rest != ["--list"]:  # leaves while it is parsed
+        if rest != ["--list"]:  # exits during parsing
             command.make_context(command.name, rest, parent=context).close()
 
 
@@ -175,7 +176,16 @@ def test_command_runs(name: str, tmp_path: Path) -> None:
     words = COMMANDS[name]
     arguments = shlex.split(on_drives(shlex.join(words[1:]), tmp_path))
     if words[1] == "explain":
-        arguments += ["--layers", "1", "--hidden", "64", "--batch", "1", "--sequence", "32"]  # the last one counts
+        arguments += [
+            "--layers",
+            "1",
+            "--hidden",
+            "64",
+            "--batch",
+            "1",
+            "--sequence",
+            "32",
+        ]  # the last value of an option counts
     if words[1] == "probe":
         arguments.append("--quick")
     assert run([sys.executable, "-m", "ssdtrain_fx", *arguments], tmp_path)
@@ -186,7 +196,7 @@ LOGGED = {"log.warning", "log.error", "log.exception", "log.critical", "warnings
 
 
 def template(node: ast.expr) -> str:
-    """The text of an expression, with `…` for what is put in when it is shown."""
+    """The text of an expression, with `…` in place of inserted values."""
     match node:
         case ast.Constant(value=str(text)):
             return " ".join(re.sub(r"%(\.\d+)?[sfdir]", "…", text).split())
@@ -198,7 +208,7 @@ def template(node: ast.expr) -> str:
 
 
 def error_names() -> set[str]:
-    """The classes of `errors.py`, and whatever is derived from one of them anywhere in the package."""
+    """Names of the classes in `errors.py`, and of all classes in the package that derive from them."""
     classes = [node for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     names = {name for name, value in vars(errors).items() if isinstance(value, type)}
     while derived := {one.name for one in classes if names & {ast.unparse(base) for base in one.bases}} - names:
@@ -207,7 +217,7 @@ def error_names() -> set[str]:
 
 
 def messages() -> set[str]:
-    """What the errors and warnings of the package say. An error that passes on the message of another one adds none."""
+    """The messages of the package's errors and warnings. Errors that pass on another error's message add none."""
     names = error_names()
     found: set[str] = set()
     for call in (node for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.Call)):
@@ -218,7 +228,7 @@ def messages() -> set[str]:
             texts = [template(argument) for argument in call.args]
         else:
             continue
-        if called == "InternalError":  # whatever it is about, its last words say what to do
+        if called == "InternalError":  # every InternalError ends with what to do
             texts = ["This is a bug in ssdtrain_fx, not in your model. Please report it with the text above."]
         found.update(text for text in texts if re.search(r"\w", text))
     return found
@@ -236,14 +246,14 @@ def test_headings_of_troubleshooting_are_messages() -> None:
 
 
 def test_every_message_has_a_heading_in_troubleshooting() -> None:
-    """A heading is a part of the message, long enough to be no part of others."""
+    """A heading is a part of the message, with at least two words to tell it from others."""
     assert len(messages()) > 50
     assert [heading for heading in headings() if len(re.findall(r"\w\w+", heading)) < 2] == []
     assert sorted(text for text in messages() if not any(heading in text for heading in headings())) == []
 
 
 def test_every_class_of_errors_is_on_the_page() -> None:
-    """All but their base: what is caught by its name is looked for by it."""
+    """All except the base class: readers search for an error by its class name."""
     page = (DOCS / "troubleshooting.md").read_text()
     names = error_names() & vars(errors).keys() - {"SSDTrainError"}
     assert sorted(name for name in names if f"`{name}" not in page and f": {name}:" not in page) == []
@@ -261,13 +271,13 @@ def test_every_public_name_is_in_the_reference() -> None:
     missing = {
         name for name in ssdtrain_fx.__all__ if not re.search(rf"^::: ssdtrain_fx\.(\w+\.)*{name}$", pages, re.M)
     }
-    assert all(hasattr(errors, name) for name in missing)  # these are told by the page of that module
+    assert all(hasattr(errors, name) for name in missing)  # the page of that module documents these
     assert "::: ssdtrain_fx.errors\n" in pages
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_between_files_of_the_repository(path: Path) -> None:
-    """The site checks its own; README and the pages are read in the repository, too."""
+    """mkdocs checks the links of the site. README and the pages are also read in the repository."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text)]
     assert [target for target in targets if "://" not in target and not (path.parent / target).exists()] == []

@@ -1,4 +1,4 @@
-"""A hardware profile as a value: it is stored, compared, and refuses nonsense."""
+"""A hardware profile as a value: storing it, comparing it, and refusing nonsense."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_digest_tells_profiles_apart() -> None:
 
 
 def test_a_machine_that_computes_slower_takes_longer_for_every_node_and_no_transfer() -> None:
-    """Products, a pointwise op, an expensive one and a reduction."""
+    """Nodes are products, a pointwise op, an expensive pointwise op and a reduction."""
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     slower = HARDWARE.computing_slower(3.0)
 

@@ -1,4 +1,4 @@
-"""Silent corruptions that were really met, each with a test of its own. See also test_numerics.py."""
+"""Silent corruptions that have really happened, each with a separate test. See also test_numerics.py."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TIMELY = OffloadConfig(
     min_tensor_bytes=0,
     hardware=dataclasses.replace(FAST_DISK, kernel_s=0.0, flops_per_s={"float32": 2e9}, read=Channel(bytes_per_s=5e7)),
 )
-"""Only matrix products take time, 1 ms each, and an activation of 64 KiB is read in 1.3 ms: behind two of them, since
-Inductor may move one when it makes mm and add an addmm."""
+"""Only matrix products take time, 1 ms each. Reading an activation of 64 KiB takes 1.3 ms and is hidden by two of them,
+because Inductor may move one product when it turns mm and add into addmm."""
 EVERYTHING = OffloadConfig(policy="all", min_tensor_bytes=0)
 
 
 class Blocks(nn.Module):
-    """Six blocks of two matrix products: enough anchors to see order, and all activations of one size."""
+    """Six blocks of two matrix products: enough anchors to show the order, and all activations have the same size."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Blocks(nn.Module):
 
 
 def calls(code: str) -> list[tuple[str, list[str]]]:
-    """The calls in the generated ``call`` function, in order: the function's name and its arguments as text."""
+    """The calls in the generated ``call`` function, in order: name of the function and its arguments as text."""
     found: list[tuple[str, list[str]]] = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.FunctionDef) and node.name == "call":
@@ -60,7 +60,7 @@ PRODUCTS = ("extern_kernels.mm", "extern_kernels.addmm")
 
 
 def test_hazard_1_memory_is_reused_only_after_the_release() -> None:
-    """Inductor hands the memory of a dead tensor to the next one: it must count as alive until its release."""
+    """Inductor reuses the memory of a dead tensor, so an offloaded tensor must count as alive until its release."""
     forward, _ = generated_code(Blocks(), torch.randn(16, 64), EVERYTHING)
     lines = forward.splitlines()
     for name, arguments in calls(forward):
@@ -76,7 +76,7 @@ def test_hazard_1_memory_is_reused_only_after_the_release() -> None:
 
 @pytest.mark.parametrize("model", ["blocks", "gpt2"])
 def test_hazard_1_what_stays_is_given_to_no_other_kernel(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk too slow for anything: the engine holds every tensor where it is, and kernels go on writing."""
+    """The disk is too slow for any offload: the engine keeps every tensor in its memory while kernels go on writing."""
     monkeypatch.setattr(Admission, "admits", lambda self, stall_s: False)
     copied: list[Tensor] = []
     monkeypatch.setattr(engine_module, "copy_with_layout", lambda x: copied.append(x) or copy_with_layout(x))
@@ -96,7 +96,7 @@ def test_hazard_1_what_stays_is_given_to_no_other_kernel(model: str, monkeypatch
     ("setting", "release"), [("memory_planning", RELEASE), ("triton.cudagraphs", "torch.ops.ssdtrain.release.default")]
 )
 def test_hazard_1_where_memory_is_planned_or_replayed_nothing_is_held(setting: str, release: str) -> None:
-    """Others write to it all the same, so the engine has to copy what stays."""
+    """There, kernels write to retained memory all the same, so the engine must copy what stays."""
     with torch._inductor.config.patch({setting: True}):
         forward, _ = generated_code(Blocks(), torch.randn(16, 64), EVERYTHING)
     releases = [arguments for name, arguments in calls(forward) if name == release]
@@ -105,7 +105,7 @@ def test_hazard_1_where_memory_is_planned_or_replayed_nothing_is_held(setting: s
 
 
 def test_hazard_2_views_of_one_storage_are_one_offload() -> None:
-    """GPT-2 saves q, k and v as strided views of one product: one offload each layer, rebuilt as views."""
+    """GPT-2 saves q, k and v as strided views of one product. Each layer has one offload; the views are rebuilt."""
     model, batches = small_model("gpt2")
     import ssdtrain_fx
 
@@ -131,7 +131,7 @@ def test_hazard_3_offload_and_release_get_the_same_memory() -> None:
 
 
 def test_hazard_4_the_prefetch_distance_survives_the_scheduler() -> None:
-    """Between a reload and its wait stands a matrix product, for all but what is needed as soon as backward begins."""
+    """A matrix product runs between each reload and its wait, except for what backward needs at its very start."""
     _, backward = generated_code(Blocks(), torch.randn(256, 64), TIMELY)
     order = [name for name, _ in calls(backward) if name in (*PRODUCTS, RELOAD, WAIT)]
     first_product = next(idx for idx, name in enumerate(order) if name in PRODUCTS)
@@ -143,7 +143,7 @@ def test_hazard_4_the_prefetch_distance_survives_the_scheduler() -> None:
     for reload, wait in zip(reloads, waits, strict=True):
         if wait > first_product:
             between = order[reload:wait]
-            assert any(name in PRODUCTS for name in between), f"nothing to hide a reload behind: {order}"
+            assert any(name in PRODUCTS for name in between), f"nothing hides a reload: {order}"
 
 
 def test_hazard_4_releases_are_spread_over_forward() -> None:
@@ -166,7 +166,7 @@ def test_hazard_6_tokens_own_their_slots() -> None:
 
 
 def test_hazard_9_strides_at_run_time_differ_from_those_in_the_graph() -> None:
-    """nn.TransformerEncoder with dropout saves a permuted tensor; it went out in one order and came back in another."""
+    """nn.TransformerEncoder with dropout saves a permuted tensor. It was reloaded with other strides than offloaded."""
     model, batches = small_model("encoder", dropout=0.1)
     expected = train(model, batches, "inductor")
     done = counted(lambda: assert_same_bits(train(model, batches, backend(EVERYTHING)), expected))
@@ -174,7 +174,7 @@ def test_hazard_9_strides_at_run_time_differ_from_those_in_the_graph() -> None:
 
 
 def test_hazard_10_random_numbers_keep_their_order() -> None:
-    """Only our ops move: eager-style generators draw in the same order, and a recomputed mask is the same mask."""
+    """Only our ops are moved: eager-style generators draw in the same order, and recomputed masks are the same."""
     model, batches = small_model("bert", dropout=0.1)
     with torch._inductor.config.patch(fallback_random=True):
         expected = train(model, batches, "inductor")
@@ -184,7 +184,7 @@ def test_hazard_10_random_numbers_keep_their_order() -> None:
 def test_hazard_11_reading_after_the_wait_is_data_flow() -> None:
     """Inductor 2.13 forgets the order of a mutation when it aligns the loops of fused CPU kernels.
 
-    With a ``wait`` that wrote into its argument, BERT with dropout read masks before they were back. So each tensor
+    With a ``wait`` that wrote into its argument, BERT with dropout read masks before they were reloaded. So each tensor
     that backward reads is a result of ``wait``, and no generated code may read what ``reload`` returned.
     """
     _, backward = generated_code(Blocks(), torch.randn(16, 64), EVERYTHING)

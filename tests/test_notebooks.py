@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom; what it claims, it asserts. Stored outputs are those of such a run."""
+"""Every notebook runs from top to bottom and asserts its claims. Stored outputs come from such a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outputs_of(path: Path) -> list[Any]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path) -> None:
-    # In a process of its own: the notebook client leaves event loops open, and warnings are errors here.
+    # In a separate process: the notebook client leaves event loops open, and warnings are errors here.
     command = [sys.executable, "-c", RUN, str(path), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -38,7 +38,7 @@ def test_notebook_runs(path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_stored_outputs_are_those_of_one_run(path: Path) -> None:
-    """In order, without errors, with at least one picture."""
+    """Cells ran in order and without errors, and there is at least one picture."""
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = outputs_of(path)
@@ -48,7 +48,7 @@ def test_stored_outputs_are_those_of_one_run(path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_nothing_stored_tells_about_a_machine(path: Path) -> None:
-    """No path from the root of a file system, no message on the error stream."""
+    """Outputs contain no absolute path and nothing from stderr."""
     for output in outputs_of(path):
         text = output.get("text", "") + output.get("data", {}).get("text/plain", "")
         assert not re.search(r"(?<![\w.])/(home|root|tmp|work|usr|mnt)\b", text), text

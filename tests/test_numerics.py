@@ -36,7 +36,7 @@ def check(
     model, batches = small_model(name, dropout=dropout)
     if autocast:
         model = Autocast(model)
-    # On the machine of the tests "auto" would find that moving such small tensors is not worth the time.
+    # With the profile of the test machine, "auto" would decide that offloading these small tensors takes too much time.
     config = OffloadConfig(inner=inner, **{"policy": "all", "min_tensor_bytes": 0, "hardware": FAST_DISK, **options})
     with inductor_config.patch(fallback_random=fallback_random):
         expected = train(model, batches, inner)
@@ -72,7 +72,7 @@ def test_inductor_with_the_auto_policy(name: str) -> None:
 
 
 ON_A_GPU = dataclasses.replace(FAST_DISK, device="toy GPU", staging_bytes=16 << 20)
-"""As if the tensors were on a GPU, with a host tier of seven pieces. The engine of the CPU writes them all the same."""
+"""As if the tensors were on a GPU, with a host tier of seven chunks. The CPU engine still writes them to the file."""
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -93,17 +93,17 @@ def test_plans_with_a_host_tier(inner: Inner) -> None:
 def test_measuring_while_compiling_leaves_random_numbers_alone(
     inner: Inner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ops are measured between the seed and the first dropout of the step, and dropout is among them."""
+    """Ops, dropout among them, are measured between seeding and the first dropout of the step."""
     monkeypatch.setenv("SSDTRAIN_PROFILE_DIR", str(tmp_path))
     check("encoder", inner=inner, dropout=0.1, fallback_random=True, costs="measured")
 
 
 COPIES_ARE_SLOW = dataclasses.replace(FAST_DISK, copies_block_compute=True, copy_out=Channel(bytes_per_s=1e6))
-"""Any kernel is faster than moving what it makes."""
+"""Every kernel is faster than offloading its result."""
 
 
 def check_mixed_plan(name: str, inner: Inner, *, dropout: float = 0.1, autocast: bool = False) -> None:
-    """What is cheaper to make again than to move is made again, also from what comes back from SSD."""
+    """Storages that are cheaper to recompute than to offload are recomputed, also from reloaded storages."""
     model, batches = small_model(name, dropout=dropout)
     if autocast:
         model = Autocast(model)
@@ -113,7 +113,7 @@ def check_mixed_plan(name: str, inner: Inner, *, dropout: float = 0.1, autocast:
         return graph.plan
 
     config = OffloadConfig(inner=inner, min_tensor_bytes=0, hardware=COPIES_ARE_SLOW, max_slowdown=1e9)
-    # At the very floor there may be no room for what is made again.
+    # Exactly at the floor, there may be no room for recomputed storages.
     config = dataclasses.replace(config, memory_budget_bytes=int(1.1 * plan_of(config).floor_bytes))
     plan = plan_of(config)
     assert plan.recomputed and plan.offloaded
@@ -174,7 +174,7 @@ def test_inductor_with_default_options_on_tensors_that_are_large_enough(name: st
 
 @pytest.mark.usefixtures("one_thread")
 def test_channels_last_input_keeps_its_layout_through_the_disk() -> None:
-    """Hazard 9, second half: a convolution net on channels_last data read its activations back as contiguous."""
+    """Hazard 9, second half: a convolution net reloaded its channels_last activations as contiguous."""
     model, batches = small_model("conv")
     batches = [tuple(_channels_last(tensor) for tensor in batch) for batch in batches]
     expected = train(model, batches, "inductor")
@@ -199,7 +199,7 @@ def test_dynamic_shapes() -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_two_configurations_in_one_process_do_not_share_compiled_code() -> None:
-    """Hazard 5: a plan made for one configuration must never be used for another, whatever cache is warm."""
+    """Hazard 5: a plan for one configuration must never be used for another one, whatever cache is warm."""
     model, batches = small_model("encoder")
     expected = train(model, batches, "inductor")
     everything = OffloadConfig(policy="all", min_tensor_bytes=0)
@@ -238,7 +238,7 @@ def _in_another_process(cache: Path, min_tensor_bytes: int) -> list[str]:
 
 
 def test_warm_compile_cache_in_other_processes(tmp_path: Path) -> None:
-    """The second process compiles nothing, so no pass runs there; the third has another plan and must not hit."""
+    """The second process compiles nothing, so no pass runs. The third has another plan and must miss the cache."""
     cold = _in_another_process(tmp_path, 0)
     warm = _in_another_process(tmp_path, 0)
     other = _in_another_process(tmp_path, 1 << 12)

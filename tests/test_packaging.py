@@ -1,4 +1,4 @@
-"""What lands in site-packages, and what a clone holds."""
+"""What is installed into site-packages, and what a clone contains."""
 
 from __future__ import annotations
 

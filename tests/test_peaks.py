@@ -1,4 +1,4 @@
-"""What Inductor holds at a time is what the plan counts."""
+"""What Inductor holds at any time is what the plan counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERYTHING = OffloadConfig(policy="all", min_tensor_bytes=0, hardware=FAST_DISK)
 
 
 class PostNormLayers(nn.Module):
-    """Two kernels of every layer's backward read the gradient of what the layer before makes, far from each other:
+    """Two distant kernels in the backward of each layer read the gradient of the previous layer's result:
 
     g          # gradient of narrow's result
     gb = sum(g)                                 # gradient of narrow's bias
@@ -45,7 +45,7 @@ class PostNormLayers(nn.Module):
 
 
 class GatedLayers(nn.Module):
-    """In backward, products stand between the gradients of ``gate`` and ``up``, but in front of both the same ones."""
+    """In backward, products run between the gradients of ``gate`` and ``up``, but the same ones before both."""
 
     def __init__(self, layers: int = 2, width: int = 32) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def generated_backward(model: nn.Module, *inputs: Tensor, backend: object = EVER
 def test_kernels_that_only_read_the_same_are_not_brought_together_over_products() -> None:
     backward = generated_backward(PostNormLayers())
     calls = re.findall(r"^ +(extern_kernels\.mm|cpp_fused\w*)\((?:reinterpret_tensor\()?(\w+)", backward, re.MULTILINE)
-    # g is what the gradient of narrow's weight is made from: 32 rows, one for every feature of the result.
+    # The gradient of narrow's weight is computed from g: 32 rows, one for every feature of the result.
     gradients = re.findall(r"mm\(reinterpret_tensor\((\w+), \(32, 512\)", backward)
     assert len(gradients) == 2
     for gradient in gradients:
@@ -89,8 +89,11 @@ def test_kernels_that_the_plan_counts_as_one_are_fused_where_products_stand_betw
 
 
 class ReluLayers(nn.Module):
-    """In backward, the gradient of ``relu``'s argument is written in place of that of its result, and the next reload
-    stands behind it: in order behind the product that made the latter, which is the last own kernel."""
+    """In backward, the gradient of ``relu``'s argument is written in place of the gradient of its result.
+
+    The next reload follows it. It is ordered after the product that computed the gradient of the result, which is the
+    last kernel that is not fused.
+    """
 
     def __init__(self, layers: int = 3, width: int = 32) -> None:
         super().__init__()
@@ -104,7 +107,7 @@ class ReluLayers(nn.Module):
 
 
 def test_ops_that_stand_behind_a_product_leave_its_result_to_be_overwritten() -> None:
-    """For order alone they depend on it; they do not read it."""
+    """They depend on it for their order only; they do not read it."""
 
     def overwrites(backend: object) -> list[bool]:
         backward = generated_backward(ReluLayers(), backend=backend)
@@ -115,7 +118,7 @@ def test_ops_that_stand_behind_a_product_leave_its_result_to_be_overwritten() ->
 
 
 class SharedBias(nn.Module):
-    """The scores of attention get a bias that all examples share, as T5's do."""
+    """Attention scores get a bias that all examples share, as in T5."""
 
     def __init__(self, width: int = 32, length: int = 64) -> None:
         super().__init__()
@@ -128,8 +131,10 @@ class SharedBias(nn.Module):
 
 
 def test_the_gradient_of_a_shared_bias_computes_the_gradient_of_the_scores_once_more() -> None:
-    """It is a sum over the batch, and reads the softmax and its gradient (8 x 64 x 64), not the gradient of the scores.
-    The plan counts both until then."""
+    """It is a sum over the batch. It reads the softmax and its gradient (8 x 64 x 64), not the gradient of the scores.
+
+    The plan counts both until then.
+    """
     model, x = SharedBias(), torch.randn(8, 64, 32, requires_grad=True)
     backward = generated_backward(model, x, backend="inductor")
     kernels = re.findall(r"^ +cpp_fused(\w*)\(([^)]*)\)", backward, re.MULTILINE)
@@ -138,7 +143,7 @@ def test_the_gradient_of_a_shared_bias_computes_the_gradient_of_the_scores_once_
 
 
 class ReadByAllLayers(nn.Module):
-    """The gradient of what all layers read is a sum with a term from each, as of what T5's encoder returns."""
+    """All layers read one tensor, as the result of T5's encoder. Its gradient is a sum with a term from each layer."""
 
     def __init__(self, layers: int = 4, width: int = 32) -> None:
         super().__init__()
@@ -157,7 +162,7 @@ class ReadByAllLayers(nn.Module):
 
 
 def test_a_sum_over_layers_is_stored_where_it_stands() -> None:
-    """Plain Inductor adds all four gradients up in one kernel at the end, and they live until then."""
+    """Plain Inductor adds all four gradients in one kernel at the end, so they are live until then."""
     model = ReadByAllLayers()
 
     def terms_of_the_last_kernel(backend: object) -> int:
@@ -174,8 +179,11 @@ NOTHING_FITS = Channel(bytes_per_s=1.0)
 
 
 def test_backward_is_compiled_as_planned_where_it_only_makes_things_again() -> None:
-    """What a norm returned reads what the backward of the norm reads. Inductor would make one kernel of both, with the
-    product that needs the former behind it; then it would go through all rows once more, for the sums over them."""
+    """The recomputed result of a norm reads what the backward of the norm reads.
+
+    Inductor would fuse both into one kernel before the product that needs the result of the norm. Then it would read
+    all rows once more for the sums over them.
+    """
     model, batches = small_model("gpt2")
     disk = dataclasses.replace(FAST_DISK, write=NOTHING_FITS, read=NOTHING_FITS)
     config = OffloadConfig(min_tensor_bytes=0, hardware=disk, max_slowdown=0.5)

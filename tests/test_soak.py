@@ -29,7 +29,7 @@ BATCHES = [4, 7, 16, 32]
 
 
 class UserError(Exception):
-    """What the caller's own code raises."""
+    """An exception raised by the caller's code."""
 
 
 def resources(directory: Path) -> dict[str, int]:
@@ -77,7 +77,7 @@ def test_nothing_grows(tmp_path: Path, io: Any) -> None:
         if handle is not None:
             handle.remove()
         del loss
-        if event == "damage":  # the file is as long as the engine believes again
+        if event == "damage":  # then the file has the length that the engine expects
             ops.close()
         if event == "none":
             found = [weight.grad for weight in weights]

@@ -1,4 +1,4 @@
-"""How people really call backward: twice, late, never, in other orders, from several threads."""
+"""Ways in which users call backward: twice, late, never, in other orders, from several threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INNERS = ["inductor", "aot_eager"]
 
 
 class Tower(nn.Module):
-    """Six layers; cheap to compile."""
+    """Six layers that are cheap to compile."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def everything(inner: Any) -> OffloadConfig:
 
 
 def compare(inner: str, loop: Callable[[Callable[..., Tensor], list[Tensor]], None]) -> None:
-    """Run ``loop(model, batches)`` with and without offloading; gradients that accumulated must be equal."""
+    """Run ``loop(model, batches)`` with and without offloading. The accumulated gradients must be equal."""
     torch.manual_seed(0)
     model = Tower()
     batches = [torch.randn(8, 32) for _ in range(4)]
@@ -55,7 +55,7 @@ def test_second_backward_with_retain_graph(inner: str) -> None:
         loss.backward(retain_graph=True)
         loss.backward()
 
-    # Plain Inductor may find code in its cache that overwrites what is saved.
+    # Inductor's cache may hold code that overwrites saved tensors.
     with functorch_config.patch(donated_buffer=False), inductor_config.patch(fx_graph_cache=False):
         compare(inner, loop)
 
@@ -113,7 +113,7 @@ def test_gradients_of_inputs() -> None:
 
 @pytest.mark.parametrize("inner", INNERS)
 def test_checkpointing_inside_the_model(inner: Any) -> None:
-    """The partitioner recomputes what the tags ask for; what it still saves is offloaded."""
+    """The partitioner recomputes what the tags request. What it still saves is offloaded."""
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(Tower):
@@ -160,7 +160,7 @@ def test_two_models_share_one_engine() -> None:
 
 
 def test_training_from_several_threads() -> None:
-    """Each thread has its own model and data, all share the engine. Compiled beforehand: Dynamo is not the subject."""
+    """Each thread has its own model and data; all share one engine. Models are compiled first: Dynamo is not tested."""
     torch.manual_seed(0)
     models = [Tower() for _ in range(3)]
     batches = [[torch.randn(8, 32) for _ in range(5)] for _ in models]

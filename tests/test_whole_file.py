@@ -1,4 +1,4 @@
-"""Files that are there completely or not at all."""
+"""Files that exist completely or not at all."""
 
 import stat
 from pathlib import Path

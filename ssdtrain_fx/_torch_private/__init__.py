@@ -1,9 +1,9 @@
-"""The private torch APIs that this package stands on. Nothing else in the package imports a private torch name.
+"""The private torch APIs that this package uses. Nothing else in the package imports a private torch name.
 
-What Inductor offers is in ``_torch_private.inductor``, apart, because importing it takes a second.
+Inductor's APIs are in the separate module ``_torch_private.inductor``, because importing it takes a second.
 
-Each was checked by running the test suite on 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, on a CPU. What differs is said
-at its place.
+Each was checked by running the test suite on 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, on a CPU. Comments in the code
+say what differs between these versions.
 
 | name | without it |
 |---|---|
@@ -11,8 +11,8 @@ at its place.
 | ``_inductor.custom_graph_pass.CustomPartitionerFn`` | the pipeline is never called |
 | ``_inductor.custom_graph_pass.CustomGraphPass`` | other layouts: last bits differ |
 | ``_inductor.lowering``, ``ir``, ``V.graph.additional_buffer_deps`` | the scheduler moves our ops |
-| ``V.set_choices_handler``, ``scheduler.name_to_node``, ``name_to_buf`` | peaks above the plan's |
-| ``codegen.wrapper.PythonWrapperCodegen.can_reuse`` | kernels overwrite what the engine holds, little else |
+| ``V.set_choices_handler``, ``scheduler.name_to_node``, ``name_to_buf`` | peaks above the planned ones |
+| ``codegen.wrapper.PythonWrapperCodegen.can_reuse`` | kernels overwrite what the engine holds, and reuse little else |
 | ``ir.FallbackKernel``, ``add_import_once``, ``V.graph.never_reuse_buffers`` | no Inductor backend |
 | ``_inductor.output_code.OutputCode.source_code`` | convolution nets: last bits differ |
 | ``_inductor.list_mode_options`` | ``mode=`` cannot be honoured |
@@ -66,14 +66,14 @@ __all__ = [
 ]
 
 REALIZE_TO_STRIDES = "inductor_realize_to_strides"
-"""Key of ``node.meta``: Inductor stores the value with the strides of its metadata."""
+"""Key of ``node.meta``: Inductor stores the value with the strides in the metadata."""
 
 AOTCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def tree_leaves(value: object) -> list[Any]:
     """The leaves of nested tuples, lists and dicts, in order."""
-    if value is None or isinstance(value, torch.Tensor):  # most values; pytree takes its time for them
+    if value is None or isinstance(value, torch.Tensor):  # most values; pytree is slow for them
         return [value]
     from torch.utils import _pytree
 
@@ -93,7 +93,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def fake_on(device: torch.device, value: torch.Tensor, fake_mode: FakeTensorMode) -> FakeTensor:
-    """What a tensor on ``meta`` would be on ``device``, which need not exist. Both share their storage."""
+    """A fake tensor on ``device``, which need not exist, with the storage of ``value``, a tensor on ``meta``."""
     return FakeTensor(fake_mode, value, device)
 
 
@@ -101,7 +101,7 @@ def size_hint(size: int | torch.SymInt) -> int:
     """``size`` as a number, for estimates only: adds no guard.
 
     Raises:
-        ValueError: the size depends on data, so that there is no hint.
+        ValueError: the size depends on data, so there is no hint.
     """
     if isinstance(size, int):
         return size
@@ -123,55 +123,57 @@ def saved_descriptors(nodes: Sequence[fx.Node]) -> list[object]:
 
 
 def is_saved_descriptor(descriptor: object) -> bool:
-    """Does this descriptor of a forward output say that it is only saved for backward?"""
+    """Whether this descriptor of a forward output says that it is only saved for backward."""
     return type(descriptor).__name__.startswith("SavedForBackwards")
 
 
 def input_number(descriptor: object) -> int | None:
-    """Which argument of the compiled function this placeholder is; None for one that AOTAutograd has made."""
+    """Which argument of the compiled function this placeholder is; None if AOTAutograd has added it."""
     from torch._functorch._aot_autograd import descriptors
 
     return descriptor.idx if isinstance(descriptor, descriptors.PlainAOTInput) else None
 
 
 def is_tangent(descriptor: object) -> bool:
-    """Is this placeholder the gradient of a result, with which backward begins?"""
+    """Whether this placeholder is the gradient of a result, with which backward begins."""
     from torch._functorch._aot_autograd import descriptors
 
     return isinstance(descriptor, descriptors.TangentAOTInput)
 
 
 def graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
-    """A GraphModule that becomes Python code when somebody runs or prints it, not whenever its graph has changed."""
+    """A GraphModule that generates its Python code when it is run or printed, not after every change of its graph."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph, class_name)
 
 
 def functorch_config_patch(**changes: Any) -> AbstractContextManager[None]:
-    """Change settings of AOTAutograd for a ``with`` block."""
+    """Change AOTAutograd's settings for a ``with`` block."""
     from torch._functorch import config
 
     return cast(AbstractContextManager[None], config.patch(**changes))
 
 
 def overwrites_saved_tensors() -> bool:
-    """Whether backward may write to what forward saved: then it runs once. Inductor's cache does not tell the two."""
+    """Whether backward may overwrite saved tensors, so that it can run only once. Inductor's cache does not distinguish
+    the two cases."""
     from torch._functorch import config
 
     return bool(cast(Any, config).donated_buffer)
 
 
 def reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """Another tensor on the memory of ``tensor``, from where that begins; no view of it, as autograd sees it."""
-    # torch 2.15 takes nothing but tuples.
+    """A new tensor on the memory of ``tensor``, from its start. To autograd it is not a view."""
+    # torch 2.15 accepts only tuples.
     return cast(Any, torch._C)._dynamo.guards._reinterpret_tensor(tensor, tuple(size), tuple(stride), 0)
 
 
 def aot_autograd(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, compiler: AOTCompiler, partition_fn: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """AOTAutograd as the ``aot_eager`` backend uses it. A plain function as compiler keeps its compile cache out."""
+    """AOTAutograd as the ``aot_eager`` backend uses it. Its compile cache is off because ``compiler`` is a plain
+    function."""
     from torch._dynamo.backends.common import aot_autograd
 
     compiled = aot_autograd(fw_compiler=compiler, partition_fn=partition_fn, keep_inference_input_mutations=True)
@@ -181,8 +183,8 @@ def aot_autograd(
 def compile_apart(model: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """``torch.compile`` that uses up none of the recompilations of ``model``, and raises the backend's own errors.
 
-    torch 2.11 and 2.12 have no ``isolate_recompiles``. There ``model`` is compiled as a part of a function that is new
-    with every call. If there are graph breaks in ``model``, compilations of it are used up, though not limited.
+    torch 2.11 and 2.12 have no ``isolate_recompiles``. There, ``model`` is compiled as a part of a function that is new
+    with every call. If ``model`` has graph breaks, some of its recompilations are used up, but none is refused here.
     """
     from torch._dynamo import config
     from torch._dynamo.exc import BackendCompilerFailed
@@ -209,8 +211,8 @@ def _can_isolate_recompiles() -> bool:
 
 
 def _part_of_a_new_function(model: Callable[..., Any]) -> Callable[..., Any]:
-    """``model`` in a function with code of its own, by which Dynamo keeps what it has compiled."""
-    self = model  # in the metadata of nodes, names of modules begin with that of this variable
+    """Wrap ``model`` in a function with a new code object. Dynamo keeps compiled code per code object."""
+    self = model  # in the metadata of nodes, names of modules begin with the name of this variable
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)

@@ -1,15 +1,15 @@
-"""Our ops in the code that Inductor writes: as calls of Python functions, past the dispatcher.
+"""Direct calls of our ops in Inductor's generated code: as Python functions, without the dispatcher.
 
-Why: between two matrix products all caches are cold, and then a call through the dispatcher costs 50 to 90 us before
-the op has done anything, and the tensor that takes the place of a Python object 15 to 35 us more. So the values that
-only our ops read, what ``offload`` and ``reload`` return, are the objects themselves::
+Why: between two matrix products all caches are cold. A call through the dispatcher then costs 50 to 90 us before the op
+does anything, and the tensor that represents a Python object costs 15 to 35 us more. So the values that only our ops
+read, the results of ``offload`` and ``reload``, are the objects themselves::
 
     buf1 = ssdtrain_offload(buf0, [64, 1], 'mm', ...)    # an Owner
     buf2 = ssdtrain_release(buf1, buf0)                  # a token, which autograd saves
     buf3 = ssdtrain_reload(buf2, [8, 64], [64, 1])       # a Reloading
     buf4 = ssdtrain_wait(buf3)
 
-The functions are those of ``ssdtrain_fx.runtime.ops``, which code from a cache imports by itself.
+The functions are in ``ssdtrain_fx.runtime.ops``. Generated code imports them itself, also when it comes from a cache.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ MODULE = "ssdtrain_fx.runtime.ops"
 PREFIX = "ssdtrain_"
 
 _ARGUMENTS = {"offload": None, "release": None, "reload": 3, "wait": 1}
-"""How many positional arguments of the op its function takes; None: all. The rest repeats what is known."""
+"""How many positional arguments of the op its function takes; None: all. The others are already known."""
 _OBJECTS = {"offload": "release", "reload": "wait"}
-"""Ops whose result is an object, and the only ones that can read it."""
+"""Each op whose result is an object, with the only op that can read it."""
 _DIRECT = "_ssdtrain_direct"
 """Attribute of the graph that Inductor lowers: whether its calls are direct."""
 
 
 def function_name(op: torch._ops.OpOverload) -> str:
-    """What the function of ``op`` is called in generated code."""
+    """The name of the function of ``op`` in generated code."""
     return PREFIX + _name(op)
 
 
 def are_direct() -> bool:
     """Whether the calls of our ops in the graph that is being lowered are direct.
 
-    They are not in C++, nor where CUDA graphs cut the code into pieces, nor where somebody else reads the objects.
+    They are not if the code is C++, if CUDA graphs cut it into pieces, or if other ops read the objects.
     """
     state = V.graph.__dict__
     if _DIRECT not in state:
@@ -65,7 +65,8 @@ def _is_ours(target: Any) -> bool:
 
 
 class DirectCall(ir.FallbackKernel):
-    """One call. Its result is not checked for sizes and strides: it may be no tensor, and the engine checks it."""
+    """One call. Generated code does not check the size and stride of its result: it may not be a tensor, and the engine
+    checks it."""
 
     @classmethod
     def create(cls, kernel: Any, *args: Any, **kwargs: Any) -> Any:

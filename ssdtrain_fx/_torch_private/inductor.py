@@ -38,7 +38,7 @@ __all__ = [
 
 
 _OWN = "_ssdtrain_own"
-"""Attribute of the graph that Inductor lowers: the buffers whose memory no kernel may write to once they are made."""
+"""Attribute of the graph that Inductor lowers: the buffers that no kernel may overwrite once they are computed."""
 
 
 def options_of_mode(mode: str) -> dict[str, Any]:
@@ -47,17 +47,17 @@ def options_of_mode(mode: str) -> dict[str, Any]:
 
 
 def current_setting(name: str) -> Any:
-    """Value of one of Inductor's settings."""
+    """The value of one of Inductor's settings."""
     return getattr(config, name)
 
 
 def settings(**changes: Any) -> AbstractContextManager[None]:
-    """Change Inductor's settings for a while."""
+    """Change Inductor's settings for a ``with`` block."""
     return cast(Any, config).patch(changes)
 
 
 def as_passes(custom_pass: Any) -> tuple[CustomGraphPass, ...]:
-    """The graph passes behind a setting that is None, one pass or a list of passes."""
+    """The graph passes of a setting that is None, one pass or a list of passes."""
     if custom_pass is None:
         return ()
     passes = cast(Sequence[CustomGraphPass], custom_pass if isinstance(custom_pass, (list, tuple)) else [custom_pass])
@@ -67,20 +67,21 @@ def as_passes(custom_pass: Any) -> tuple[CustomGraphPass, ...]:
 def require_layout_of_outputs(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     """Let Inductor choose the layout of ``nodes`` as if forward still returned them.
 
-    Lowering asks ``any(user.op == "output" for user in node.users)`` and then realises the node with the strides of
-    its metadata. ``fx.Interpreter.output`` returns ``args[0]``, so what stands in ``args[1]`` is a user, not a result.
+    Lowering checks ``any(user.op == "output" for user in node.users)``, and then realizes the node with the strides in
+    its metadata. ``fx.Interpreter.output`` returns only ``args[0]``, so nodes in ``args[1]`` have the output as a user
+    but are not results.
     """
     output = graph.output_node()
     output.args = (output.args[0], tuple(nodes))
 
 
 class _PinnedOrder:
-    """Ties our ops to the kernels around them, while one graph is lowered.
+    """Fixes the order of our ops and the kernels around them, while one graph is lowered.
 
-    The scheduler knows data flow only. Left alone, it hoists a wait to its reload (no time to hide the transfer), and
-    lets a release sink to the end of forward (no memory freed). Lowering follows the order of the FX graph, so between
-    two of our ops we see which kernels came in between. Only kernels that are never fused count: matrix products,
-    convolutions, attention. Pointwise code stays free to fuse.
+    The scheduler knows data flow only. By itself, it hoists a wait to its reload (no time to hide the transfer), and
+    sinks a release to the end of forward (no memory freed). Lowering follows the order of the FX graph, so it shows
+    which kernels are between two of our ops. Only kernels that are never fused count: matrix products, convolutions,
+    attention. Pointwise ops remain free to fuse.
 
         mm1                        mm1
         t = release(t0, x)   ->    t = release(t0, x)    runs after mm1
@@ -93,7 +94,7 @@ class _PinnedOrder:
         self.since_kernel: list[str] = []
 
     def lower(self, call: Callable[[], Any], *, after_kernel: bool, before_kernel: bool) -> Any:
-        """Run ``call``, which lowers one of our ops, and tie what it makes to the kernels before and after."""
+        """Run ``call``, which lowers one of our ops, and order the result between the kernels before and after."""
         operations = V.graph.operations
         for operation in operations[self.num_seen :]:
             if isinstance(operation, (ir.ExternKernel, ir.TemplateBuffer)):
@@ -104,7 +105,7 @@ class _PinnedOrder:
         result = call()
         if after_kernel and self.last_kernel is not None:
             for operation in operations[start:]:
-                if isinstance(operation, ir.FallbackKernel):  # what takes its results from it follows anyway
+                if isinstance(operation, ir.FallbackKernel):  # operations that unpack its results follow it anyway
                     V.graph.additional_buffer_deps[operation.get_operation_name()].add(self.last_kernel)
         if before_kernel:
             self.since_kernel.append(result.get_name())
@@ -113,7 +114,7 @@ class _PinnedOrder:
 
 
 def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> None:
-    """Lower our ops to extern calls whose order is pinned; ``offload`` writes down the strides that ``x`` got."""
+    """Lower our ops to extern calls in a fixed order; ``offload`` records the strides that ``x`` got."""
     lowering = cast(Any, _lowering)
     if offload in lowering.lowerings:
         return
@@ -124,7 +125,7 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
         return (x, list(source.get_stride()), *rest)
 
     def own_memory(token: Any, x: Any, late: bool = False, own: bool = False) -> tuple[Any, ...]:
-        """The engine may hold an ``x`` that is its own, also after the last kernel has read it."""
+        """Protect the memory of ``x`` if the engine may hold it after the last kernel has read it."""
         if config.allow_buffer_reuse or config.memory_planning or config.triton.cudagraphs:
             return (token, x)  # later kernels, or the same ones in the next step, would write to its memory
         if late or own:
@@ -146,15 +147,17 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
     _write_in_place_as_planned(frozenset((offload, release, reload, wait)))
-    install(offload, after_kernel=False, before_kernel=True)  # early is all it has to be
+    install(offload, after_kernel=False, before_kernel=True)  # it only has to be early
     install(release, after_kernel=True, before_kernel=True)
     install(reload, after_kernel=True, before_kernel=True)
-    install(wait, after_kernel=True, before_kernel=False)  # what reads its result follows it anyway
+    install(wait, after_kernel=True, before_kernel=False)  # kernels that read its result follow it anyway
 
 
 def _write_in_place_as_planned(own_ops: frozenset[Any]) -> None:
-    """The last kernel that reads a tensor may write its result there: not where the tensor is its own, and whichever of
-    our ops stand behind it. For these are users of the tensor for order alone, which Inductor counts as readers here.
+    """Let the last kernel that reads a tensor write its result to the same memory, unless the engine may hold it.
+
+    Our ops after that kernel do not prevent it: they use the tensor only to fix the order, but Inductor counts them as
+    readers here.
     """
     wrapper = cast(Any, PythonWrapperCodegen)
     can_reuse = wrapper.can_reuse
@@ -163,7 +166,7 @@ def _write_in_place_as_planned(own_ops: frozenset[Any]) -> None:
         return user.is_weak and getattr(user.node.node, "op_overload", None) in own_ops
 
     def can_reuse_as_planned(self: Any, input_buffer: Any, output_buffer: Any = None) -> bool:
-        if output_buffer is not None:  # else it asks whether a buffer is to be freed
+        if output_buffer is not None:  # otherwise Inductor asks whether to free a buffer
             if input_buffer.get_name() in V.graph.__dict__.get(_OWN, ()):
                 return False
             users = getattr(input_buffer, "users", None)  # inputs have none
@@ -175,10 +178,10 @@ def _write_in_place_as_planned(own_ops: frozenset[Any]) -> None:
 
 
 def offload_strides_in(code: OutputCode, offload: OpOverload) -> dict[str, tuple[int, ...]]:
-    """Strides that ``offload(x, stride, name, ...)`` was compiled with, by name; read from the generated Python.
+    """The strides that each ``offload(x, stride, name, ...)`` was compiled with, by name; read from generated Python.
 
-    Code that comes from a cache was not lowered in this process, so the code itself is the only witness.
-    Symbolic strides are left out: Inductor changes no layouts under dynamic shapes.
+    Code from a cache was not lowered in this process, so only the code itself holds the strides. Symbolic strides are
+    left out: Inductor does not change layouts under dynamic shapes.
     """
     source = cast(str, getattr(code, "source_code", ""))
     strides: dict[str, tuple[int, ...]] = {}

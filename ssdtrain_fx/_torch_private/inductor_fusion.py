@@ -1,4 +1,4 @@
-"""Which kernels Inductor fuses, where the plan has to know (see the table in ``_torch_private``)."""
+"""Limits on kernel fusion that keep Inductor to the plan (see the table in ``_torch_private``)."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ def fusing_as_planned(own_ops: frozenset[Any], stored: str) -> Generator[None]:
     """Compile graphs in which kernels are fused only where the plan counts them as one.
 
     Args:
-        own_ops: the ops that move tensors; they are no kernels.
-        stored: in the metadata of nodes whose result is to be in memory from where they stand.
+        own_ops: the ops that move tensors; they are not kernels.
+        stored: a key in the metadata of nodes whose result must be in memory from their position on.
     """
     with V.set_choices_handler(cast(Any, _FuseWithinLevels(V.choices, own_ops, stored))):
         yield
 
 
 class _FuseWithinLevels:
-    """Inductor's heuristics, with two more.
+    """Inductor's heuristics, with two more rules.
 
-    Kernels of which neither reads what the other makes are fused only if the longest chain of kernels that are never
-    fused is the same in front of both, as in ``passes/fused_kernels.py``. Else one of them would run earlier or later
-    than it stands in the graph, and what it reads or makes would live longer than is planned:
+    Two kernels that do not read each other's results are fused only if the longest chains of never-fused kernels before
+    them have the same length, as in ``passes/fused_kernels.py``. Otherwise one of them would run earlier or later than
+    its position in the graph, and its inputs or results would live longer than planned:
 
         y = sum(mul(g1, x))     # g1 could die here ...
         g2 = mm(...)            # ... before the backward of a whole layer
         z = mul(g2, x)          # Inductor: one kernel for y and z, since both read x
 
-    No data passes between the two, so the numbers stay the same. And what is to be stored where it stands is not made
-    in the kernel that reads it, if that one comes later.
+    No data passes between the two, so the numbers stay the same.
+
+    A result that must be stored at its position is not computed in the kernel that reads it, if that kernel runs later.
     """
 
     def __init__(self, inner: Any, own_ops: frozenset[Any], stored: str) -> None:
@@ -74,9 +75,9 @@ class _FuseWithinLevels:
 
 
 def _find_levels(scheduler: Any, own_ops: frozenset[Any], stored: str) -> dict[str, int]:
-    """For every operation the number of kernels in a row in front of it that are never fused.
+    """For every operation, the length of the longest chain of never-fused kernels before it.
 
-    A pointwise op counts the chain in front of its first reader: Inductor lowers it there, unless it is to be stored.
+    A pointwise op has the level of its first reader: Inductor lowers it there, unless it must be stored.
     """
     names: list[str] = [operation.get_operation_name() for operation in V.graph.operations]
     node_by_name = {name: scheduler.name_to_node[name] for name in names if name in scheduler.name_to_node}
@@ -85,7 +86,7 @@ def _find_levels(scheduler: Any, own_ops: frozenset[Any], stored: str) -> dict[s
         level = 0
         for dependency in node.read_writes.reads:
             buffer = scheduler.name_to_buf.get(dependency.name)
-            if buffer is not None and not isinstance(dependency, WeakDep):  # weak: for order alone
+            if buffer is not None and not isinstance(dependency, WeakDep):  # weak: only fixes the order
                 maker = buffer.defining_op_name()
                 made_by = node_by_name.get(maker)
                 never_fused = made_by is not None and _is_never_fused(made_by.node, own_ops)
@@ -95,7 +96,7 @@ def _find_levels(scheduler: Any, own_ops: frozenset[Any], stored: str) -> dict[s
         if isinstance(node.node, ir.ComputedBuffer) and not node.is_reduction() and not _is_stored(node.node, stored):
             uses = [use for buffer in node.get_outputs() for use in buffer.users if not use.is_weak]
             readers = [use.node.get_name() for use in uses]
-            if readers and all(reader in levels for reader in readers):  # not: an output of the graph
+            if readers and all(reader in levels for reader in readers):  # not for an output of the graph
                 levels[name] = min(levels[reader] for reader in readers)
     return levels
 

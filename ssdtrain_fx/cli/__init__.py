@@ -16,7 +16,7 @@ from ssdtrain_fx.cli.rok import rok
 from ssdtrain_fx.cli.run_pass import run_one_pass
 
 app = typer.Typer(
-    help="Activations on SSD for torch.compile: same gradients to the bit, lower peak memory.",
+    help="Offload activations to SSD with torch.compile: bit-identical gradients, lower peak memory.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -32,10 +32,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    del version  # its callback has done the work
+    del version  # handled by its callback
 
 
 for command in (bench, demo, doctor, explain, probe, rok):

@@ -1,4 +1,4 @@
-"""What several commands share: exit codes, options, progress bars, how a model is named, where JSON goes."""
+"""Shared parts of the commands: exit codes, options, progress bars, loading of models, JSON output."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ EXIT_DIFFERENT = 1
 EXIT_PROBLEM = 1
 EXIT_FAILED = 3
 
-DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one.")]
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: use a GPU if there is one.")]
 SsdDirOption = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Directory on the SSD; several times for several drives. Default: $SSDTRAIN_DIR, else the temporary "
-        "directory."
+        help="Directory on the SSD; repeat for several drives. Default: $SSDTRAIN_DIR, else the temporary directory."
     ),
 ]
 
 
 def load_callable(name: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
-    """``package.module:function``; the working directory is searched too."""
+    """Import ``package.module:function``. The working directory is searched too."""
     module_name, _, attribute = name.partition(":")
     sys.path.insert(0, "")
     try:
@@ -55,12 +54,12 @@ def progress_columns() -> tuple[ProgressColumn, ...]:
 
 
 class JsonTarget:
-    """What `--json PATH` asks for: a file, `-` for stdout, or nothing.
+    """The destination of `--json PATH`: a file, `-` for stdout, or none.
 
-    With `-`, what is for people goes to stderr, so that stdout holds JSON and nothing else.
+    With `-`, all other output goes to stderr, so that stdout contains only JSON.
 
     Raises:
-        typer.BadParameter: the directory of the file does not exist. Known before any work is done.
+        typer.BadParameter: the directory of the file does not exist. Raised before any work is done.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -71,7 +70,7 @@ class JsonTarget:
         self.console = Console(stderr=self._to_stdout)
 
     def write(self, text: str) -> None:
-        """Write `text` where it was asked for, and say so."""
+        """Write `text` to its destination, and print the path of a file."""
         if self._to_stdout:
             typer.echo(text)
         elif self._path is not None:
@@ -80,10 +79,10 @@ class JsonTarget:
 
 
 def parse_options(pairs: list[str]) -> dict[str, Any]:
-    """`NAME=VALUE` each, the value as JSON; what is not JSON is taken as text.
+    """Parse `NAME=VALUE` pairs. A value is parsed as JSON, or taken as text if it is not valid JSON.
 
     Raises:
-        ValueError: there is no "=".
+        ValueError: a pair has no "=".
     """
     options: dict[str, Any] = {}
     for pair in pairs:

@@ -23,20 +23,22 @@ def doctor(
         typer.Option("--ssd-dir", help="Directory on the SSD. Default: $SSDTRAIN_DIR, else the temporary directory."),
     ] = None,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Seconds after which a question counts as unanswered.")
+        float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the answer of a check.")
     ] = 2.0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the findings here; - prints them.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the findings to this file; - prints them.")
+    ] = None,
 ) -> None:
-    """Look at this machine and the directory for spill files: is everything fit for offloading, and what should change?
+    """Check whether this machine and the directory for spill files are suitable for offloading, and what to change.
 
     Example: ssdtrain-fx doctor --ssd-dir /mnt/nvme0
 
-    Takes seconds and changes nothing. Attach what `--json -` prints to a bug report.
+    Takes seconds and changes nothing. Attach the output of `--json -` to bug reports.
 
-    Exit code: 0 all is well or there are only warnings, 1 there is a problem, 2 wrong usage.
+    Exit code: 0 no problems (warnings are possible), 1 at least one problem, 2 wrong usage.
     """
     target = JsonTarget(json_path)
-    with target.console.status("looking"):
+    with target.console.status("checking"):
         findings = examine(ssd_dirs or [], timeout_s=timeout_s)
     target.console.print(_render(findings))
     counts = {status: sum(finding.status == status for finding in findings) for status in STYLES}

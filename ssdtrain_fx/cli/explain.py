@@ -26,38 +26,43 @@ def explain(
     sequence: Annotated[int, typer.Option(min=8, help="Tokens, or pixels along one side of an image.")] = 256,
     vocab: Annotated[int, typer.Option(min=2)] = 1024,
     dropout: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
-    max_slowdown: Annotated[float, typer.Option(min=0, help="Share of the step time to give for memory.")] = 0.01,
+    max_slowdown: Annotated[float, typer.Option(min=0, help="Share of the step time to trade for memory.")] = 0.01,
     memory_budget_bytes: Annotated[
-        int | None, typer.Option("--budget", min=1, help="Activation peak in bytes to stay under, at the least cost.")
+        int | None,
+        typer.Option(
+            "--budget", min=1, help="Keep the activation peak below this many bytes, with the least added time."
+        ),
     ] = None,
     hardware: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Plan for this profile (from probe --json), not this machine."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Plan for this hardware profile (from probe --json) instead of this machine.",
+        ),
     ] = None,
     options: Annotated[
-        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the backend; may be repeated.")
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Backend option; may be repeated.")
     ] = None,
     save_graph: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="Write the graph before any pass, for ssdtrain-fx pass and bug reports."),
+        typer.Option(dir_okay=False, help="Write the graph before all passes, for ssdtrain-fx pass and bug reports."),
     ] = None,
-    sort: Annotated[Sort, typer.Option(help="Order of the table; order is that of forward.")] = "order",
-    diff: Annotated[bool, typer.Option("--diff", help="Also print what changes in the graph.")] = False,
+    sort: Annotated[Sort, typer.Option(help="Order of the table; 'order' is the order of forward.")] = "order",
+    diff: Annotated[bool, typer.Option("--diff", help="Also print the changes to the graph.")] = False,
     endurance_tbw: Annotated[
-        float, typer.Option(min=1e-6, help="Terabytes that may be written to the drive, from its data sheet.")
+        float, typer.Option(min=1e-6, help="Rated endurance of the drive in terabytes written, from its data sheet.")
     ] = ASSUMED_ENDURANCE_BYTES / TB,
-    optimal: Annotated[bool, typer.Option("--optimal", help="Also solve exactly: how far is the plan off?")] = False,
-    html: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write a page for the browser; it needs no network.")
-    ] = None,
+    optimal: Annotated[bool, typer.Option("--optimal", help="Also compare the plan with an exact solution.")] = False,
+    html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write an HTML page that needs no network.")] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the report here (docs/report.md); - prints it.")
+        Path | None, typer.Option("--json", help="Write the report to this file (see docs/report.md); - prints it.")
     ] = None,
 ) -> None:
-    """Show what would be offloaded in one training step, and why not the rest. Nothing is computed or written (with
-    --option costs=measured, single ops run and their times are kept).
+    """Show what would be offloaded in one training step, and why the rest would not.
 
-    module:callable names a function of yours without arguments, which returns the model and a tuple of its inputs.
+    Nothing is computed or written, except with --option costs=measured, which runs single ops and stores their times.
+    module:callable names your own function without arguments that returns a model and a tuple of its inputs.
 
     Example: ssdtrain-fx explain gpt2 --layers 12 --hidden 384 --batch 8 --max-slowdown 0.05 --html plan.html
 

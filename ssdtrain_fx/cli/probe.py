@@ -23,8 +23,10 @@ from ssdtrain_fx.units import format_bytes
 def probe(
     device: DeviceOption = "auto",
     ssd_dir: SsdDirOption = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the profile here too; - prints it.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds instead of half a minute.")] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the profile to this file; - prints it.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure for a few seconds instead of half a minute.")] = False,
     reference_write: Annotated[
         float | None, typer.Option(min=0.001, help="Sequential write rate of the drive in GB/s, from its data sheet.")
     ] = None,
@@ -32,12 +34,12 @@ def probe(
         float | None, typer.Option(min=0.001, help="Sequential read rate of the drive in GB/s, from its data sheet.")
     ] = None,
 ) -> None:
-    """Measure this machine and the SSD behind a directory, and keep the profile for the planner.
+    """Measure this machine and the SSD of a directory, and store the hardware profile for the planner.
 
     Example: ssdtrain-fx probe --ssd-dir /mnt/nvme0 --reference-write 6.9 --reference-read 7.4
 
-    Without references the drive is compared with what fio reaches, where fio is installed. Run it while the machine is
-    otherwise idle. Exit code: 0 measured, 2 wrong usage, 3 it cannot be measured or stored.
+    Without references, the drive is compared with the rates of fio, if it is installed. Run this while the machine is
+    otherwise idle. Exit code: 0 measured, 2 wrong usage, 3 the measurement failed or could not be stored.
     """
     target = JsonTarget(json_path)
     console = target.console
@@ -70,12 +72,12 @@ def probe(
     reference = dataclasses.replace(reference, **{name: rate for name, rate in given.items() if rate is not None})
     console.print(_probe_table(result.hardware, reference))
     console.print(f"SSD directory: {', '.join(result.directories)}", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"Kept in: {result.path}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"Stored in: {result.path}", highlight=False, soft_wrap=True, markup=False)
     target.write(result.hardware.to_json())
 
 
 def _probe_table(hardware: Hardware, reference: ReferenceRates) -> Table:
-    """One row per figure of the profile."""
+    """Table with one row per figure of the profile."""
     table = Table("What", "Measured", "Share of reference", title=f"Hardware profile: {hardware.device}")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -94,7 +96,7 @@ def _probe_table(hardware: Hardware, reference: ReferenceRates) -> Table:
     row("SSD write, latency", _microseconds(write.latency_s))
     row("SSD read", f"{read.bytes_per_s / 1e9:.2f} GB/s", read.bytes_per_s, reference.read_bytes_per_s)
     row("SSD read, latency", _microseconds(read.latency_s))
-    row("kept of each when both", f"{100 * hardware.share_when_both:.0f} %")
+    row("rate of each while both run", f"{100 * hardware.share_when_both:.0f} %")
     where = "on the compute thread" if hardware.copies_block_compute else "beside compute"
     for what, channel in (("bytes out", hardware.copy_out), ("bytes back", hardware.copy_in)):
         free = channel.bytes_per_s >= MOST_BYTES_PER_S

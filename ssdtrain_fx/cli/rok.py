@@ -27,41 +27,50 @@ def rok(
     model: Annotated[str, typer.Argument(help=f"One of {', '.join(MODELS)}; or module:callable, see below.")],
     layers: Annotated[int, typer.Option(min=1)] = 4,
     hidden: Annotated[int, typer.Option(min=64)] = 256,
-    batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="May be given several times. Default: 2, 4 and 8.")
-    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="May be repeated. Default: 2, 4 and 8.")] = None,
     sequence: Annotated[int, typer.Option(min=8, help="Tokens, or pixels along one side of an image.")] = 256,
     vocab: Annotated[int, typer.Option(min=2)] = 1024,
     dropout: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
     max_slowdown: Annotated[
         list[float] | None,
-        typer.Option(min=0, help="Share of the step time; may be given several times. Default: 0.02 and 0.1."),
+        typer.Option(min=0, help="Share of the step time to trade for memory; may be repeated. Default: 0.02 and 0.1."),
     ] = None,
     memory_budgets_bytes: Annotated[
         list[int] | None,
-        typer.Option("--budget", min=1, help="Activation peak in bytes to stay under; may be given several times."),
+        typer.Option("--budget", min=1, help="Keep the activation peak below this many bytes; may be repeated."),
     ] = None,
     min_tensor_bytes: Annotated[int, typer.Option(min=0, help="Smaller storages stay in memory.")] = 1 << 20,
     hardware: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Plan for this profile (from probe --json), not this machine."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Plan for this hardware profile (from probe --json) instead of this machine.",
+        ),
     ] = None,
     recomputing: Annotated[
         str | None,
-        typer.Option(help="module:callable like MODEL, with every layer checkpointed. Else no such line."),
+        typer.Option(help="module:callable as for MODEL, with every layer checkpointed. Adds the strategy recompute."),
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Also train each point: minutes each.")] = False,
-    steps: Annotated[int, typer.Option(min=2, help="With --measure: steps of each run; the first one compiles.")] = 5,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also train each point, which takes minutes each.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=2, help="With --measure: steps of each run. The first one compiles.")] = 5,
     ssd_dir: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, writable=True, help="With --measure: where it writes.")
+        Path | None,
+        typer.Option(exists=True, file_okay=False, writable=True, help="With --measure: directory on the SSD."),
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write all points here; - prints them.")] = None,
-    png_path: Annotated[Path, typer.Option("--png", dir_okay=False, help="The picture.")] = Path("ssdtrain-rok.png"),
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write all points to this file; - prints them.")
+    ] = None,
+    png_path: Annotated[Path, typer.Option("--png", dir_okay=False, help="Write the plot to this file.")] = Path(
+        "ssdtrain-rok.png"
+    ),
 ) -> None:
-    """Recompute, offload or keep: peak memory against throughput for each, over batch sizes and limits.
+    """Compare recompute, offload and keep: peak memory against throughput, over batch sizes and limits.
 
-    Predicted from traced graphs; nothing is computed or written to the SSD without --measure. module:callable names a
-    function of yours that takes a batch size and returns the model and a tuple of its inputs.
+    Points are predicted from traced graphs. Without --measure, nothing is computed or written to the SSD.
+    module:callable names your own function that takes a batch size and returns a model and a tuple of its inputs.
 
     Example: ssdtrain-fx rok gpt2 --layers 12 --batch 4 --batch 8 --batch 16 --max-slowdown 0.05 --max-slowdown 0.2
 
@@ -73,9 +82,9 @@ def rok(
         raise typer.BadParameter(f"The directory of {png_path} does not exist.", param_hint="--png")
     own = ":" in model
     if own and measure:
-        raise typer.BadParameter(f"works for {', '.join(MODELS)} only.", param_hint="--measure")
+        raise typer.BadParameter(f"only works for {', '.join(MODELS)}.", param_hint="--measure")
     if recomputing is not None and not own:
-        raise typer.BadParameter("belongs to a MODEL of your own; the others know their layers.", param_hint=model)
+        raise typer.BadParameter("--recomputing is only for a MODEL given as module:callable.", param_hint=model)
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "sequence": sequence, "vocab": vocab}
     try:
         if own:
@@ -120,7 +129,7 @@ def rok(
 
 
 def _zoo_makers(model: str, sizes: dict[str, Any]) -> tuple[MakeModel, MakeModel]:
-    """The model of that name as it is, and with every layer checkpointed."""
+    """Functions that build the named model without and with every layer checkpointed."""
 
     def make(batch: int) -> tuple[Any, tuple[Any, ...]]:
         module, make_batch = build(model, **sizes, batch=batch)
@@ -136,7 +145,7 @@ def _zoo_makers(model: str, sizes: dict[str, Any]) -> tuple[MakeModel, MakeModel
 
 def _table(curve: RokCurve) -> Table:
     measured = all(point.measured is not None for point in curve.points)
-    table = Table(title="measured" if measured else "predicted", caption="*: no point has less memory and more speed")
+    table = Table(title="measured" if measured else "predicted", caption="*: no point is both smaller and faster")
     for name in ("strategy", "batch", "limit", "peak", "step", "samples/s", ""):
         table.add_column(name, justify="left" if name == "strategy" else "right")
     for row in table_rows(curve):

@@ -27,31 +27,33 @@ def _list_passes(wanted: bool) -> None:
 def run_one_pass(
     name: Annotated[str, typer.Argument(metavar="NAME", help="See --list.")],
     graph: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, help="What `ssdtrain-fx explain MODEL --save-graph` wrote.")
+        Path,
+        typer.Argument(exists=True, dir_okay=False, help="Graph saved by `ssdtrain-fx explain MODEL --save-graph`."),
     ],
     options: Annotated[
-        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the backend; may be repeated.")
+        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Backend option; may be repeated.")
     ] = None,
     save_graph: Annotated[
-        Path | None, typer.Option("--save-graph", dir_okay=False, help="Write the graph after the pass here.")
+        Path | None, typer.Option("--save-graph", dir_okay=False, help="Write the graph after the pass to this file.")
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the result here; - prints it.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the result to this file; - prints it.")
+    ] = None,
     show_list: Annotated[
-        bool, typer.Option("--list", callback=_list_passes, is_eager=True, help="List the passes and leave.")
+        bool, typer.Option("--list", callback=_list_passes, is_eager=True, help="List the passes and exit.")
     ] = False,
 ) -> None:
-    """Run a single pass on a saved graph and print what it finds, and the new graph where it makes one.
+    """Run a single pass on a saved graph, and print its result and the rewritten graph, if there is one.
 
     Example: ssdtrain-fx pass plan graph.json --option max_slowdown=0.1 --option hardware=profile.json
 
-    Nothing is computed and no GPU is needed, whatever device the graph is for; but costs and plans then need the
-    profile of the machine that it is for (ssdtrain-fx probe --json). Only --option costs=measured runs ops, on that
-    device.
+    Nothing is computed and no GPU is needed, even for a graph traced on a GPU. Costs and plans for another machine need
+    its hardware profile (ssdtrain-fx probe --json). Only --option costs=measured runs ops, on the device of the graph.
 
     Exit code: 0 done, 1 the graph breaks an invariant, 2 wrong usage, 3 the graph cannot be read or the pass cannot be
     run.
     """
-    del show_list  # its callback has done the work
+    del show_list  # handled by its callback
     target = JsonTarget(json_path)
     console = target.console
     if name not in PASSES:

@@ -1,4 +1,4 @@
-"""Offloading without a compiler: AOTAutograd's two graphs, rewritten and run node by node."""
+"""Offloading without a compiler: AOTAutograd's two graphs are rewritten and run node by node."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def compile_with_aot_eager(
     observe: Callable[[OffloadedStep], None] | None = None,
     compiler: _torch_private.AOTCompiler | None = None,
 ) -> Callable[..., Any]:
-    """What ``torch.compile(backend="aot_eager")`` does, with offloading.
+    """Compile as ``torch.compile(backend="aot_eager")`` does, with offloading.
 
     Args:
         observe: called with every rewritten step.
-        compiler: gets the two graphs; None runs them node by node.
+        compiler: compiles the two graphs; None runs them node by node.
     """
 
     device, activation_inputs = device_of(example_inputs), find_activation_inputs(example_inputs)
@@ -47,8 +47,8 @@ def compile_with_aot_eager(
         if observe is not None:
             observe(step)
         for node in (*find(step.backward.graph, RELOAD), *find(step.backward.graph, WAIT)):
-            # Nothing is compiled for a layout here, so take back what forward really made. Metadata can be wrong: under
-            # autocast on CPU, native_layer_norm says float32 for the statistics that it returns as bfloat16.
+            # No code is compiled for a layout here, so reload what forward really made. Metadata can be wrong: under
+            # autocast on CPU, native_layer_norm claims float32 for the statistics that it returns as bfloat16.
             node.update_arg(2, None)
             node.update_arg(3, None)
         return step.forward, step.backward
@@ -62,7 +62,7 @@ def run_node_by_node(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Calla
     """A compiler that compiles nothing. Every value is freed after its last use, arguments included."""
 
     def run(args: list[Any]) -> Any:
-        # A new interpreter each time: it keeps the results of its last run, which would be tokens and gradients.
+        # A new interpreter for each run: it keeps the results of its last run, which would be tokens and gradients.
         return fx.Interpreter(gm).boxed_run(args)
 
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,4 +1,4 @@
-"""Stand in for compiled code: same outputs by shape, nothing computed, next to no memory."""
+"""Stand-ins for compiled code: outputs of the same shapes, without computation and with almost no memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ssdtrain_fx import _torch_private
 
 
 def compile_to_zeros(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
-    """A compiler whose result returns zeros of the right shapes. What is only saved for backward takes no memory."""
+    """Compile to a function that returns zeros of the right shapes. What is only saved for backward takes no memory."""
     output = gm.graph.output_node()
     values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in _as_list(output)]
     saved = [_torch_private.is_saved_descriptor(desc) for desc in output.meta.get("desc", [None] * len(values))]
@@ -26,10 +26,10 @@ def compile_to_zeros(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Calla
 
 
 def run_dry(model: Callable[..., Any], trace: Callable[..., Any], *inputs: Any, **kwargs: Any) -> None:
-    """Call ``torch.compile(model, backend=trace)`` once, as in training; ``trace`` should end in a dry run.
+    """Call ``torch.compile(model, backend=trace)`` once, as in training. ``trace`` should end in a dry run.
 
-    Buffers and random numbers are afterwards what they were, and the model has not used up a recompilation. A compiled
-    module counts as the module in it.
+    Buffers and the state of random number generators are unchanged afterwards, and no recompilation of the model is
+    used up. A compiled module is treated as the module inside it.
     """
     model = getattr(model, "_orig_mod", model)
     buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}

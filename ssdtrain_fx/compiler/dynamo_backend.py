@@ -1,4 +1,4 @@
-"""The Dynamo backend: a captured graph and a configuration in, a compiled function out."""
+"""The Dynamo backend: compiles a captured graph with a configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ssdtrain_fx.runtime.storage.directory import check_directories
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OffloadBackend:
-    """A backend for ``torch.compile``. Equal configurations are equal backends, so Dynamo does not recompile."""
+    """A backend for ``torch.compile``. Backends with equal configurations are equal, so Dynamo does not recompile."""
 
     config: OffloadConfig
 
@@ -62,7 +62,7 @@ def ssdtrain(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """What ``backend="ssdtrain"`` means; ``options`` are the fields of :class:`OffloadConfig`.
+    """The backend named ``"ssdtrain"``. ``options`` are the fields of :class:`OffloadConfig`.
 
     Raises:
         ConfigError: an option is unknown or has a wrong value, or ``ssd_dir`` cannot be used.
@@ -91,7 +91,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadC
 def _compile_once(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, mode: str | None) -> Any:
     if config.inner == "aot_eager":
         return compile_with_aot_eager(gm, example_inputs, config)
-    # Importing Inductor takes a second or more; nobody pays for it who does not use it.
+    # Importing Inductor takes a second or more, so it is imported only where it is used.
     from ssdtrain_fx.compiler.inductor import compile_with_inductor
 
     return compile_with_inductor(gm, example_inputs, config, mode=mode)

@@ -1,13 +1,13 @@
-"""Offloading under Inductor: how the pipeline gets into one call of ``compile_fx``.
+"""Offloading under Inductor: how the pipeline hooks into one call of ``compile_fx``.
 
     compile_fx
-      partition          OffloadPartitioner: the partitioner Inductor would use, then the pipeline
-      compile forward    KeepLayouts; afterwards the layouts that the offloaded tensors really got are read back
-      compile backward   its reloads are told these layouts, as AOTAutograd does for tensors that are plainly saved;
+      partition          OffloadPartitioner: the partitioner that Inductor would use, then the pipeline
+      compile forward    KeepLayouts; then the layouts that the offloaded tensors really got are read from the code
+      compile backward   its reloads get these layouts, as AOTAutograd does for tensors that are saved in memory;
                          KeepLayouts
 
-A compile cache may answer any of these steps. Then no code here runs; what is in the cached code is all that counts, so
-the uuids below name everything that the code depends on.
+Any of these steps may be served by a compile cache. Then no code here runs and only the cached code counts, so the
+uuids below cover everything that the code depends on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Observer = Callable[[OffloadedStep], None]
 
 @functools.cache
 def _source_hash() -> str:
-    """Hash of this package's source: another version of a pass must not meet the cached graphs of this one."""
+    """Hash of this package's source: graphs cached by one version of a pass must not be used by another version."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())
@@ -56,10 +56,10 @@ def _source_hash() -> str:
 
 
 class OffloadPartitioner(private.CustomPartitionerFn):
-    """Partitions as Inductor would, then rewrites the two graphs."""
+    """Partitions as Inductor would, then rewrites both graphs."""
 
     def __init__(self, config: OffloadConfig, example_inputs: Sequence[Any], observe: Observer | None = None) -> None:
-        # No tensor may be held here: Inductor deep-copies its settings, and with them this object.
+        # This object must not hold tensors: Inductor deep-copies its settings, and this object with them.
         self.config = config
         self.device = device_of(example_inputs)
         self.activation_inputs = find_activation_inputs(example_inputs)
@@ -68,7 +68,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
 
     @functools.cached_property
     def hardware(self) -> Hardware:
-        """Loaded when a graph is to be partitioned; a graph without gradients needs none."""
+        """Loaded when a graph is partitioned. A graph without gradients needs no profile."""
         return self.config.load_hardware(self.device)
 
     def __call__(
@@ -102,17 +102,17 @@ class OffloadPartitioner(private.CustomPartitionerFn):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartitionedStep:
-    """A training step as Inductor's partitioner cuts it, before anything is offloaded."""
+    """A training step as cut by Inductor's partitioner, before anything is offloaded."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_forward_outputs: int
     device: str
-    """What the step is planned for: ``cpu`` or ``cuda``."""
+    """Device that the step is planned for: ``cpu`` or ``cuda``."""
 
 
 class _CapturePartition(private.CustomPartitionerFn):
-    """Partitions as Inductor would and hands on copies: the compiler rewrites what it gets."""
+    """Partitions as Inductor would. The compiler gets copies, because it rewrites its graphs."""
 
     def __init__(self, device: str, observe: Callable[[PartitionedStep], None]) -> None:
         self.device = device
@@ -129,13 +129,13 @@ class _CapturePartition(private.CustomPartitionerFn):
         return split(join(forward, backward, num_forward_outputs=step.num_forward_outputs))
 
     def uuid(self) -> None:
-        """Nothing that this partitions is ever compiled to code."""
+        """None: the graphs that this partitions are never compiled to code."""
 
 
 class KeepLayouts(private.CustomGraphPass):
-    """Gives an offloaded tensor the layout that Inductor would give it, were it still returned for backward.
+    """Gives an offloaded tensor the layout that Inductor would give it if forward still returned it for backward.
 
-    Runs last on every graph; leaves graphs without offloads alone.
+    Runs last on every graph. Does not change graphs without offloads.
     """
 
     def __init__(self) -> None:
@@ -155,13 +155,13 @@ class KeepLayouts(private.CustomGraphPass):
 
 
 class _CompileBothHalves:
-    """Inductor's ``inner_compile`` for one graph: forward tells backward the layouts of what it offloads."""
+    """Inductor's ``inner_compile`` for one graph. Passes the layouts of offloaded tensors from forward to backward."""
 
     def __init__(self) -> None:
         self.stride_by_token: dict[str, tuple[int, ...]] = {}
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
-        # Both names are taken before compiling: Inductor rewrites the graph that it is given.
+        # Both names are read before compiling, because Inductor rewrites the graph.
         name_by_token = {release.name: _offload_name(release) for release in find(gm.graph, RELEASE)}
         for reload in find(gm.graph, RELOAD):
             token = reload.args[0]
@@ -171,8 +171,8 @@ class _CompileBothHalves:
                     node.update_arg(2, list(self.stride_by_token[token.name]))
         moves = bool(name_by_token or find(gm.graph, RELOAD))
         makes_again = any(COPY_OF in node.meta for node in gm.graph.nodes)
-        # Inductor would hold a buffer that nobody needs any more for as long as a later one of the same size may take
-        # it over. It judges by its own estimate of the peak, which knows nothing of what is offloaded.
+        # Inductor would keep a dead buffer for reuse by a later one of the same size. It decides by its own estimate of
+        # the peak, which does not include offloads.
         with contextlib.ExitStack() as stack:
             if moves or makes_again:
                 stack.enter_context(private.settings(allow_buffer_reuse=False))
@@ -200,7 +200,7 @@ def compile_with_inductor(
     mode: str | None = None,
     observe: Observer | None = None,
 ) -> Any:
-    """What ``torch.compile(backend="inductor", mode=mode)`` does, with offloading."""
+    """Compile as ``torch.compile(backend="inductor", mode=mode)`` does, with offloading."""
     _warn_about_nameless(config)
     private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT)
     patches: dict[str, Any] = {
@@ -221,8 +221,8 @@ def _warn_about_nameless(config: OffloadConfig) -> None:
     nameless = [display_name(function) for function in config.functions if stable_name(function) is None]
     if nameless:
         log.warning(
-            "compile caches are not used: %s could be another function next time. Define it at the top level of a "
-            "module, without a closure, to use them.",
+            "compile caches are not used: %s cannot be recognized in another process. Define each function at the top "
+            "level of a module, without a closure, to use them.",
             ", ".join(nameless),
         )
 
@@ -230,14 +230,14 @@ def _warn_about_nameless(config: OffloadConfig) -> None:
 def trace_with_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, *, observe: Observer
 ) -> Any:
-    """Go as far as the partitioner, then stop: the result computes nothing and returns zeros."""
+    """Run Inductor up to the partitioner. The result computes nothing and returns zeros."""
     return _trace(gm, example_inputs, OffloadPartitioner(config, example_inputs, observe))
 
 
 def capture_with_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, observe: Callable[[PartitionedStep], None]
 ) -> Any:
-    """The same without offloading: ``observe`` gets the partitioned step, for which any number of plans can be made."""
+    """Like :func:`trace_with_inductor`, without offloading. ``observe`` gets a step for any number of plans."""
     return _trace(gm, example_inputs, _CapturePartition(device_of(example_inputs), observe))
 
 

@@ -1,14 +1,15 @@
-"""A new plan where the disk has turned out to be another one than the plan was made for.
+"""Plans a step again when the disk has become faster or slower than planned.
 
 ::
 
-    forward    compiled with the profile  -->  the disk drifts  -->  compiled again, with the rates it was seen to have
+    forward    compiled with the profile  -->  the disk drifts  -->  compiled again, with the observed rates
 
-What is compiled again is the graph that Dynamo has captured; its guards hold as before, and nobody else's code is
-dropped. It happens when a forward is about to run, never between a forward and its backward: a backward that is still
-to come belongs to the code that ran its forward, which lives for as long as it is needed.
+The graph that Dynamo captured is compiled again. Its guards still hold, and no other compiled code is dropped. This
+happens when a forward is about to run, never between a forward and its backward: a pending backward belongs to the code
+that ran its forward, which lives as long as it is needed.
 
-Only graphs whose inputs all have static shapes: the guards of symbolic ones were made by Dynamo and are complete.
+Only graphs whose inputs all have static shapes are compiled again. With symbolic shapes, a second compilation could
+need new guards, which would not be checked: Dynamo's guards are already complete.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from ssdtrain_fx.units import format_bytes
 log = logging.getLogger(__name__)
 
 DRIFT_FACTOR = 1.5
-"""From here on a rate is another one. The planner keeps a quarter of each transfer time in reserve."""
+"""A rate that changes by this factor has drifted. The planner keeps a quarter of each transfer time in reserve."""
 DRIFT_STEPS = 5
-"""For as many steps in a row, so that a passing disturbance does not count."""
+"""Steps in a row that must drift, so that a passing disturbance does not count."""
 REPLAN_INTERVAL_S = 600.0
-"""At least that long between two plans: each takes a compilation."""
+"""Minimum time between two plans, because each one takes a compilation."""
 
 CompileFor = Callable[[fx.GraphModule, Sequence[Any], Hardware], Callable[..., Any]]
 
 
 class Drift:
-    """Whether the rates of the disk have left the profile for good."""
+    """Detects that the rates of the disk have left the profile for good."""
 
     def __init__(self, hardware: Hardware, clock: Callable[[], float] = time.monotonic) -> None:
         self.hardware = hardware
-        """What the present plan is made for."""
+        """The profile of the current plan."""
         self._clock = clock
         self._steps = 0
         self._replanned_s: float | None = None
 
     def observe(self, seen: Statistics) -> Hardware | None:
-        """Call it once per step. Returns the profile for a new plan when it is time for one."""
+        """Compare observed rates with the profile, once per step. Returns the profile for a new plan if one is due."""
         measured = dataclasses.replace(
             self.hardware,
             write=_with_rate(self.hardware.write, seen.write_bytes_per_s),
@@ -67,7 +68,7 @@ class Drift:
 
 
 class ReplanningStep:
-    """The compiled function of one graph, which is compiled again when the disk has drifted."""
+    """The compiled function of one graph. It is compiled again when the disk has drifted."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class ReplanningStep:
         self._compiled = compile_for(gm, example_inputs, drift.hardware)
 
     def run(self, *inputs: Any) -> Any:
-        """What the compiled function returns."""
+        """Call the compiled function, after compiling it again if the disk has drifted."""
         if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
             with self._lock:
                 self._replan_after_drift(inputs)
@@ -97,7 +98,7 @@ class ReplanningStep:
         if measured is None:
             return
         log.warning(
-            "the disk writes %s/s and reads %s/s, and %s/s and %s/s were planned for. "
+            "the disk writes %s/s and reads %s/s; the plan assumed %s/s and %s/s. "
             "The step is planned and compiled again.",
             format_bytes(measured.write.bytes_per_s),
             format_bytes(measured.read.bytes_per_s),
@@ -115,7 +116,7 @@ def has_static_shapes(example_inputs: Sequence[Any]) -> bool:
 
 
 def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same code over the same tensors: a compiler changes the graph that it is given."""
+    """The same code over the same tensors. A compiler changes the graph that it gets."""
     return fx.GraphModule(gm, copy.deepcopy(gm.graph))
 
 

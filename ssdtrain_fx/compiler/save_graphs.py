@@ -1,6 +1,6 @@
-"""Save the scheduled joint graphs of a model: what a bug report needs when the model itself cannot be shared.
+"""Save the scheduled joint graphs of a model, for a bug report when the model itself cannot be shared.
 
-No pass runs: a graph on which one fails is just the one that is wanted.
+No pass runs, because a graph on which a pass fails is exactly what the report needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, join
 def trace_joint_graphs(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> tuple[ScheduledJointGraph, ...]:
     """The graphs of ``model(*inputs, **kwargs)`` as Inductor's partitioner cuts them, one per graph break.
 
-    Nothing is computed, and the model stays as it is.
+    Nothing is computed, and the model is unchanged.
     """
     from ssdtrain_fx.compiler.inductor import PartitionedStep, capture_with_inductor
 
@@ -33,12 +33,12 @@ def trace_joint_graphs(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -
 
 
 def save_joint_graphs(path: Path, model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> list[Path]:
-    """Write each graph of :func:`trace_joint_graphs` to a file of its own, and return the files.
+    """Write each graph of :func:`trace_joint_graphs` to a separate file, and return the paths.
 
-    One graph goes to ``path``; of several, number 0 to ``path`` with ``-0`` before its suffix, and so on.
+    A single graph goes to ``path``. Several graphs go to ``path`` with ``-0``, ``-1`` and so on before its suffix.
 
     Raises:
-        ConfigError: a graph has symbolic sizes, or something that cannot be written.
+        ConfigError: a graph has symbolic sizes, or a value that cannot be written.
     """
     texts = [to_json(joint) for joint in trace_joint_graphs(model, *inputs, **kwargs)]
     numbered = [path.with_stem(f"{path.stem}-{idx}") for idx in range(len(texts))]

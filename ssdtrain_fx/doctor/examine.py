@@ -1,11 +1,11 @@
-"""The doctor: is this machine, and this directory, fit for offloading, and what should be changed if not?
+"""The doctor: checks whether a machine and a directory are suitable for offloading, and says what to change.
 
 Guarantees:
 
-* What may hang is asked in a process of its own (``doctor_probes``), all at once, and given up after a time limit. Here
-  nothing is imported but what the package needs anyway, and CUDA is not initialised.
-* Nothing is changed, and nothing stays on disk.
-* What cannot be found out is said so, as a finding like the others.
+* Checks that may hang run in separate processes (``doctor_probes``), all at once, and are stopped after a time limit.
+  This module imports only what the package needs anyway, and does not initialise CUDA.
+* The doctor changes nothing and leaves no file on disk.
+* A check that fails is reported as a finding like the others.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Ask = Callable[..., Answer]
 OLDEST_TORCH = (2, 11)
 NEWEST_TORCH = (2, 15)
 LITTLE_BYTES = 20 << 30
-"""A training step of a model that needs offloading writes this much soon. A guess."""
+"""A training step of a model that needs offloading easily writes this much. A guess."""
 TOO_LITTLE_BYTES = 1 << 30
 SLOW_OPTIONS = {
     "sync": "every write waits for the drive: mount without sync",
     "dirsync": "every change of a directory waits for the drive: mount without dirsync",
-    "data=journal": "ext4 then writes everything twice and without direct I/O: mount with data=ordered",
+    "data=journal": "ext4 writes everything twice and without direct I/O: mount with data=ordered",
 }
 
 
@@ -60,22 +60,22 @@ class Finding:
     status: Status
     found: str
     advice: str = ""
-    """What to change; empty where nothing is to be done."""
+    """What to change; empty if nothing needs to change."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Where to look. Tests look elsewhere."""
+    """Where to find the kernel's files. Tests use other directories."""
 
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
 
 
 def examine(directories: Sequence[str], *, timeout_s: float, machine: Machine | None = None) -> list[Finding]:
-    """Everything there is to say. ``timeout_s`` bounds the time for each of the two rounds of questions.
+    """Run all checks. ``timeout_s`` limits the time for each of the two rounds of questions.
 
     Args:
-        directories: for spill files; empty means what the backend would use.
+        directories: directories for spill files; empty means those that the backend would use.
     """
     machine = Machine() if machine is None else machine
     directories = directories or _default_directories()
@@ -112,9 +112,9 @@ def examine(directories: Sequence[str], *, timeout_s: float, machine: Machine | 
 
 
 class Questions:
-    """Starts one process per question and waits a limited time for its answer, which is JSON on its stdout.
+    """Starts one process per question, and waits a limited time for its answer: JSON on its stdout.
 
-    An answer that does not come is ``{"silent": why}``.
+    If there is no answer, the result is ``{"silent": why}``.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -129,11 +129,11 @@ class Questions:
             _end(process)
 
     def ask(self, name: str, *arguments: str) -> Callable[[], Answer]:
-        """Start a probe of ``doctor_probes``; the result waits for it."""
+        """Start a probe of ``doctor_probes``. The returned function waits for its answer."""
         return self.run([sys.executable, "-P", doctor_probes.__file__, name, *arguments])
 
     def run(self, command: Sequence[str]) -> Callable[[], Answer]:
-        """Start a program; the result waits for it."""
+        """Start a program. The returned function waits for its answer."""
         began_s = time.monotonic()
         try:
             process = subprocess.Popen(
@@ -141,7 +141,7 @@ class Questions:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # so that what it starts ends with it
+                start_new_session=True,  # so that _end also kills its child processes
             )
         except OSError as error:
             reason = str(error)
@@ -161,13 +161,13 @@ class Questions:
             try:
                 return cast(Answer, json.loads(output))
             except ValueError:
-                return {"silent": f"no JSON: {output[:80]!r}"}
+                return {"silent": f"output is not JSON: {output[:80]!r}"}
 
         return wait
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill it and what it started. One that is stuck in the kernel is left behind: who waits for it hangs as well."""
+    """Kill a process and its children. A process stuck in the kernel is left behind: waiting for it would hang too."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -179,16 +179,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _default_directories() -> list[str]:
-    """As :func:`ssdtrain_fx.runtime.storage.directory.check_directories` chooses, but without touching any."""
+    """The choice of :func:`ssdtrain_fx.runtime.storage.directory.check_directories`, without accessing any
+    directory."""
     return [path for path in os.environ.get(DIRECTORY_VARIABLE, "").split(os.pathsep) if path] or [""]
 
 
 def _sure(name: str, check: Callable[[], Finding]) -> Finding:
-    """An unusual system must not keep the other findings back."""
+    """Run a check and turn its errors into a finding, so that the other checks still run on an unusual system."""
     try:
         return check()
     except (OSError, ValueError, KeyError, IndexError) as error:
-        return Finding(name=name, status="warning", found=f"cannot be found out: {error!r}")
+        return Finding(name=name, status="warning", found=f"check failed: {error!r}")
 
 
 def _locked_limit() -> int:
@@ -203,10 +204,10 @@ def check_torch(version: str) -> Finding:
     oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST_TORCH, NEWEST_TORCH))
     number = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if number < OLDEST_TORCH:
-        advice = f"supported are {oldest} to {newest}: pip install 'torch>={oldest}'"
+        advice = f"supported versions: {oldest} to {newest}; run pip install 'torch>={oldest}'"
         return Finding(name="torch", status="problem", found=version, advice=advice)
     if number > NEWEST_TORCH:
-        advice = f"supported are {oldest} to {newest}: newer ones have not been tried"
+        advice = f"supported versions: {oldest} to {newest}; newer versions are untested"
         return Finding(name="torch", status="warning", found=version, advice=advice)
     return Finding(name="torch", status="ok", found=version)
 
@@ -216,21 +217,21 @@ def check_cuda(built_for: str | None, driver: Answer) -> Finding:
     gpus: list[str] = driver.get("gpus", [])
     if built_for is None:
         if gpus:
-            advice = "CPU tensors only: install a torch that is built for CUDA to use the GPU"
+            advice = "only CPU tensors can be offloaded: to use the GPU, install a torch built for CUDA"
             return Finding(name="CUDA", status="warning", found=f"torch without CUDA, but {gpus[0]}", advice=advice)
         return Finding(name="CUDA", status="ok", found="torch without CUDA: CPU tensors are offloaded")
     if not gpus:
         return Finding(name="CUDA", status="ok", found=f"torch for CUDA {built_for}, no GPU: CPU tensors are offloaded")
     found = f"torch for CUDA {built_for}, {len(gpus)} x {gpus[0]}"
     if int(driver["cuda"].split(".")[0]) < int(built_for.split(".")[0]):
-        advice = f"the driver knows CUDA {driver['cuda']} only: update the driver, or install a torch for that version"
+        advice = f"the driver supports CUDA {driver['cuda']}: update the driver, or install a torch for that version"
         return Finding(name="CUDA", status="problem", found=found, advice=advice)
     return Finding(name="CUDA", status="ok", found=found)
 
 
 def check_driver(driver: Answer, machine: Machine) -> Finding:
     if "silent" in driver:
-        advice = "the driver hangs or crashes: look at dmesg and nvidia-smi, restart the machine"
+        advice = "the driver hangs or crashes: check dmesg and nvidia-smi, then restart the machine"
         return Finding(name="driver", status="problem", found=driver["silent"], advice=advice)
     version = machine.proc / "driver" / "nvidia" / "version"
     loaded = re.search(r"Module.*?\s(\d[\d.]+)", version.read_text()) if version.exists() else None
@@ -238,14 +239,14 @@ def check_driver(driver: Answer, machine: Machine) -> Finding:
         if loaded:
             advice = "install the driver's libcuda.so.1, or pass it into the container (--gpus all)"
             return Finding(
-                name="driver", status="problem", found=f"{loaded[1]} is loaded, but no libcuda", advice=advice
+                name="driver", status="problem", found=f"{loaded[1]} is loaded, but libcuda is missing", advice=advice
             )
-        return Finding(name="driver", status="ok", found="no NVIDIA driver: none is needed for CPU tensors")
+        return Finding(name="driver", status="ok", found="no NVIDIA driver; CPU tensors need none")
     if "init_error" in driver:
         code = driver["init_error"]
         if code == 100:
             return Finding(name="driver", status="ok", found="libcuda finds no GPU (error 100)")
-        advice = "look at nvidia-smi; library and kernel module must have the same version"
+        advice = "check nvidia-smi: libcuda and the kernel module must have the same version"
         return Finding(name="driver", status="problem", found=f"cuInit fails with error {code}", advice=advice)
     return Finding(name="driver", status="ok", found=f"{loaded[1] if loaded else 'present'}, CUDA {driver['cuda']}")
 
@@ -261,7 +262,7 @@ def check_kvikio(kvikio: Answer, driver: Answer) -> Finding:
 
 
 def check_gds(kvikio: Answer, driver: Answer, machine: Machine) -> Finding:
-    """Really usable means: a GPU, the kernel module nvidia-fs, KvikIO, and KvikIO saying so."""
+    """GPUDirect Storage needs a GPU, the kernel module nvidia-fs and KvikIO, and KvikIO must report it as available."""
     modules = machine.proc / "modules"
     loaded = modules.exists() and re.search(r"^nvidia_fs\s", modules.read_text(), re.MULTILINE) is not None
     missing = [
@@ -271,13 +272,13 @@ def check_gds(kvikio: Answer, driver: Answer, machine: Machine) -> Finding:
             ("KvikIO cannot be imported", "silent" in kvikio),
             ("KvikIO is not installed", kvikio.get("installed") is False),
             ("the kernel module nvidia-fs is not loaded", not loaded),
-            ("KvikIO finds none", kvikio.get("installed") and not kvikio.get("gds")),
+            ("KvikIO reports it as unavailable", kvikio.get("installed") and not kvikio.get("gds")),
         )
         if holds
     ]
     if not missing:
         return Finding(name="GPUDirect Storage", status="ok", found="usable")
-    # Without a GPU there is nothing to advise; with one it works as well, by way of host memory.
+    # Never a problem: without GPUDirect Storage, a GPU transfers through host memory.
     advice = "for the direct path install nvidia-fs and ssdtrain-fx[gds]" if driver.get("gpus") else ""
     return Finding(name="GPUDirect Storage", status="ok", found=f"not usable: {'; '.join(missing)}", advice=advice)
 
@@ -285,28 +286,28 @@ def check_gds(kvikio: Answer, driver: Answer, machine: Machine) -> Finding:
 def check_cores(cores: int, model: str) -> Finding:
     found = f"{cores} cores for this process{f', {model}' if model else ''}"
     if cores < 2:
-        advice = "I/O threads take time from compute: give the process a second core"
+        advice = "I/O threads compete with compute: give the process a second core"
         return Finding(name="processor", status="warning", found=found, advice=advice)
     return Finding(name="processor", status="ok", found=found)
 
 
 def check_locked_memory(limit_bytes: int, driver: Answer) -> Finding:
-    """Pinned staging counts against the limit on some systems; CPU tensors need none."""
+    """Pinned staging memory counts towards the limit on some systems. CPU tensors need no pinned memory."""
     if limit_bytes == resource.RLIM_INFINITY:
         return Finding(name="locked memory", status="ok", found="unlimited")
     found = f"at most {format_bytes(limit_bytes)} (ulimit -l)"
     if driver.get("gpus") and limit_bytes < CUDA_BUDGET_BYTES:
-        advice = f"staging wants {format_bytes(CUDA_BUDGET_BYTES)}: raise ulimit -l, or lower host_budget_bytes"
+        advice = f"staging pins up to {format_bytes(CUDA_BUDGET_BYTES)}: raise ulimit -l, or lower host_budget_bytes"
         return Finding(name="locked memory", status="warning", found=found, advice=advice)
     return Finding(name="locked memory", status="ok", found=found)
 
 
 def check_aio(machine: Machine) -> Finding:
-    """Only ``io="aio"`` needs them."""
+    """Only ``io="aio"`` needs free AIO requests."""
     in_use, limit = (int((machine.proc / "sys" / "fs" / name).read_text()) for name in ("aio-nr", "aio-max-nr"))
     found = f"{in_use} of {limit} in use"
     if limit - in_use < QUEUE_DEPTH:
-        advice = 'io="aio" falls back to threads: sysctl fs.aio-max-nr=1048576'
+        advice = 'io="aio" falls back to threads: run sysctl fs.aio-max-nr=1048576'
         return Finding(name="AIO requests", status="warning", found=found, advice=advice)
     return Finding(name="AIO requests", status="ok", found=found)
 
@@ -314,10 +315,10 @@ def check_aio(machine: Machine) -> Finding:
 def check_huge_pages(machine: Machine) -> Finding:
     setting = machine.sys / "kernel" / "mm" / "transparent_hugepage" / "enabled"
     chosen = re.search(r"\[(\w+)\]", setting.read_text()) if setting.exists() else None
-    found = chosen[1] if chosen else "the kernel has none"
+    found = chosen[1] if chosen else "not supported by the kernel"
     if found in ("always", "madvise"):
         return Finding(name="huge pages", status="ok", found=f"transparent huge pages: {found}")
-    advice = "transfers take more CPU time: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    advice = "transfers take more CPU time: run echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     return Finding(name="huge pages", status="warning", found=f"transparent huge pages: {found}", advice=advice)
 
 
@@ -325,9 +326,9 @@ def check_huge_pages(machine: Machine) -> Finding:
 
 
 def check_directory(name: str, answer: Answer) -> list[Finding]:
-    """What the probe ``directory`` says about ``name``."""
+    """Turn the answer of the probe ``directory`` for ``name`` into findings."""
     if "silent" in answer:
-        advice = "the file system does not answer, or refuses: choose another directory, on a local SSD"
+        advice = "the file system does not answer or denies access: choose another directory on a local SSD"
         found = f"{name or 'temporary directory'}: {answer['silent']}"
         return [Finding(name="directory", status="problem", found=found, advice=advice)]
     if "missing" in answer:
@@ -342,13 +343,13 @@ def _check_existing(answer: Answer) -> Iterator[Finding]:
     kind, options = mount["type"], mount["options"]
     found = f"{path} on {kind}{' of ' + mount['source'] if mount['source'] else ''}"
     if kind in MEMORY_FILE_SYSTEMS:
-        advice = "it lies in memory, so offloading frees nothing: choose a directory on an SSD"
+        advice = "this file system is in memory, so offloading frees no memory: choose a directory on an SSD"
         yield Finding(name="directory", status="problem", found=found, advice=advice)
     elif is_network_file_system(kind):
-        advice = "a network or user-space file system is slow, and others may see the data: choose a local SSD"
+        advice = "a network or user-space file system is slow, and others may read the data: choose a local SSD"
         yield Finding(name="directory", status="warning", found=found, advice=advice)
     elif kind == "overlay":
-        advice = "a container's own layer: mount a directory of the host's SSD into the container"
+        advice = "this is the container's own layer: mount a directory of the host's SSD into the container"
         yield Finding(name="directory", status="warning", found=found, advice=advice)
     else:
         yield Finding(name="directory", status="ok", found=found)
@@ -366,7 +367,7 @@ def _check_existing(answer: Answer) -> Iterator[Finding]:
     free_bytes = answer["free_bytes"]
     found = f"{format_bytes(free_bytes)} free of {format_bytes(answer['size_bytes'])}"
     if free_bytes < LITTLE_BYTES:
-        advice = "what does not fit stays in memory: free some, or choose another directory"
+        advice = "tensors that do not fit stay in memory: free some space, or choose another directory"
         status: Status = "problem" if free_bytes < TOO_LITTLE_BYTES else "warning"
         yield Finding(name="free space", status=status, found=found, advice=advice)
     else:
@@ -379,14 +380,14 @@ def _check_existing(answer: Answer) -> Iterator[Finding]:
     leftovers = answer["leftovers"]
     if leftovers:
         shown = ", ".join(leftovers[:3]) + (", ..." if len(leftovers) > 3 else "")
-        advice = "a process died in the moment in which they had names: remove them"
+        advice = "processes died before they could unlink these files: remove them"
         yield Finding(name="leftovers", status="warning", found=f"{len(leftovers)}: {shown}", advice=advice)
     else:
         yield Finding(name="leftovers", status="ok", found="none")
 
 
 def find_drive(device: str, machine: Machine) -> Path | None:
-    """The drive of a device number such as "259:2" in sysfs: for a partition, the drive that it lies on."""
+    """Find the drive of a device number such as "259:2" in sysfs; for a partition, the drive that contains it."""
     block = machine.sys / "dev" / "block" / device
     if not block.exists():
         return None
@@ -396,11 +397,11 @@ def find_drive(device: str, machine: Machine) -> Path | None:
 
 def check_drive(drive: Path | None, machine: Machine) -> Finding:
     if drive is None:
-        return Finding(name="drive", status="ok", found="no block device of its own: unknown, ask lsblk on the host")
+        return Finding(name="drive", status="ok", found="unknown, no block device: run lsblk on the host")
     model = drive / "device" / "model"
-    found = f"{drive.name}, {model.read_text().strip() if model.exists() else 'model unknown: ask lsblk -o +MODEL'}"
+    found = f"{drive.name}, {model.read_text().strip() if model.exists() else 'model unknown: run lsblk -o +MODEL'}"
     rotational = drive / "queue" / "rotational"
-    # A virtual disk often says that it rotates, whatever stands behind it.
+    # Virtual disks often report that they rotate, whatever the physical drive is.
     if rotational.exists() and rotational.read_text().strip() == "1" and not drive.name.startswith(("vd", "xvd")):
         advice = "a rotating disk is too slow: choose a directory on an SSD"
         return Finding(name="drive", status="warning", found=found, advice=advice)
@@ -408,9 +409,9 @@ def check_drive(drive: Path | None, machine: Machine) -> Finding:
 
 
 def check_endurance(drive: Path | None, questions: Questions) -> Finding:
-    """What the drive has written and how much of its life that was, where its SMART log can be read."""
+    """Report the bytes written to the drive and the share of its life that is used, if its SMART log can be read."""
     name = drive.name if drive is not None else "DRIVE"
-    where = "the data sheet says it (TBW)"
+    where = "see TBW in its data sheet"
     if not name.startswith("nvme"):
         return Finding(name="endurance", status="ok", found=f"unknown: {where}")
     program = shutil.which("nvme")
@@ -418,26 +419,28 @@ def check_endurance(drive: Path | None, questions: Questions) -> Finding:
     if program is not None:
         answer = questions.run([program, "smart-log", f"/dev/{name}", "--output-format=json"])()
     if "silent" in answer:
-        return Finding(name="endurance", status="ok", found=f"unknown: sudo nvme smart-log /dev/{name}; {where}")
+        return Finding(
+            name="endurance", status="ok", found=f"unknown: run sudo nvme smart-log /dev/{name}, and {where}"
+        )
     used_percent = int(answer.get("percent_used", answer.get("percentage_used", 0)))
     written_bytes = int(answer["data_units_written"]) * 512_000  # NVMe counts thousands of sectors
     found = f"{written_bytes / 1e12:,.1f} TB written, {used_percent} % of the rated endurance used"
     if used_percent >= 80:
-        advice = "the drive is nearly worn out: choose another one, or lower what is written (memory_budget_bytes)"
+        advice = "the drive is nearly worn out: choose another one, or write less to it (memory_budget_bytes)"
         return Finding(name="endurance", status="warning", found=found, advice=advice)
     return Finding(name="endurance", status="ok", found=found)
 
 
 def check_profile(paths: Sequence[str], driver: Answer) -> Finding:
-    """The stored figures of this machine, this device and these file systems taken together."""
+    """Look for a stored hardware profile of this machine, this device and these file systems together."""
     gpus: list[str] = driver.get("gpus", [])
     device = gpus[0] if gpus and torch.version.cuda is not None else "cpu"
     key = profile_key(device, paths)
     if not profile_path(key).exists():
-        advice = "the first compilation measures for some seconds; ssdtrain-fx probe does it better"
+        advice = "the first compilation measures for a few seconds; ssdtrain-fx probe measures more accurately"
         return Finding(name="profile", status="ok", found=f"none for {device} in {profile_directory()}", advice=advice)
     if read_profile(key) is None:
-        advice = "it cannot be used and will be measured again: ssdtrain-fx probe"
+        advice = "it is unusable, and the next compilation measures again; or run ssdtrain-fx probe"
         return Finding(name="profile", status="warning", found=str(profile_path(key)), advice=advice)
     return Finding(name="profile", status="ok", found=str(profile_path(key)))
 

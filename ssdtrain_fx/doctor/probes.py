@@ -1,8 +1,8 @@
-"""What the doctor asks in processes of their own: ``python -P doctor_probes.py NAME [ARGUMENT]`` prints JSON.
+"""Probes that the doctor runs in separate processes: ``python -P doctor_probes.py NAME [ARGUMENT]`` prints JSON.
 
-Why apart: each of these may hang on a machine that is not well: a driver that does not answer, KvikIO without one, a
-network mount whose server is gone. The doctor then ends the process and says so. Only the standard library is imported,
-so that a probe starts at once.
+Each probe may hang on a faulty machine: a driver that does not respond, KvikIO without a driver, a network mount whose
+server is down. The doctor then kills the process and reports it. Probes import only the standard library, so that they
+start fast.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 
 BLOCK_BYTES = 4096
 LEFTOVER = re.compile(r"ssdtrain-(rank-\d+-)?[a-z0-9_]{8}")
-"""Names that the runtime gives for a moment where the file system cannot make files without one."""
+"""Names of files and directories that the runtime creates and removes at once, where unnamed files are unsupported."""
 MOMENT_S = 60.0
 Answer = dict[str, Any]
 
 
 def ask_driver() -> Answer:
-    """The NVIDIA driver, through libcuda itself: whether it answers, its version, and the GPUs."""
+    """Ask libcuda for the version of the NVIDIA driver and the GPUs."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -49,7 +49,7 @@ def ask_driver() -> Answer:
 
 
 def ask_kvikio() -> Answer:
-    """Whether KvikIO can be imported, and whether it finds GPUDirect Storage."""
+    """Test whether KvikIO can be imported, and whether it finds GPUDirect Storage."""
     try:
         importlib.import_module("kvikio")
     except ModuleNotFoundError as error:
@@ -60,7 +60,7 @@ def ask_kvikio() -> Answer:
 
 
 def ask_directory(name: str) -> Answer:
-    """A directory for spill files: where it lies, what fits in, and whether direct I/O really works there.
+    """Examine a directory for spill files: its mount, its free space, and whether direct I/O works there.
 
     An empty name means the temporary directory.
     """
@@ -80,7 +80,7 @@ def ask_directory(name: str) -> Answer:
 
 
 def find_mount(mountinfo: str, path: str) -> Answer:
-    """The mount that ``path`` lies on: type, source and options of the mount and of the file system."""
+    """The mount that contains ``path``: type, source, and options of the mount and of the file system."""
     best_point = ""
     found: Answer = {"type": "unknown", "source": "", "options": []}
     for line in mountinfo.splitlines():
@@ -96,7 +96,7 @@ def find_mount(mountinfo: str, path: str) -> Answer:
 
 
 def find_leftovers(path: Path) -> list[str]:
-    """What processes left behind that died in the moment in which their files had names."""
+    """Files and directories of processes that died before they could remove them."""
     now_s = time.time()
     with os.scandir(path) as entries:
         return sorted(
@@ -107,7 +107,7 @@ def find_leftovers(path: Path) -> list[str]:
 
 
 def try_direct_io(path: Path) -> str:
-    """Write and read one block of a file without a name, past the page cache. Empty if it works, else the reason."""
+    """Write and read one block of an unnamed file with direct I/O. Returns an empty text, or the reason for failure."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -117,7 +117,7 @@ def try_direct_io(path: Path) -> str:
             block[:] = bytes(range(256)) * (BLOCK_BYTES // 256)
             os.pwrite(descriptor, block, 0)
             if os.preadv(descriptor, [back], 0) != BLOCK_BYTES or back[:] != block[:]:
-                return "what was read is not what was written"
+                return "the block that was read differs from the block that was written"
     except OSError as error:
         return f"transfer: {error.strerror}"
     finally:

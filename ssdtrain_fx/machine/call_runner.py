@@ -1,13 +1,14 @@
-"""Run calls of ops by themselves, on their real device, and take the time: CUDA events, ``perf_counter`` on a CPU.
+"""Run op calls alone on their real device and time them, with CUDA events or, on a CPU, with ``perf_counter``.
 
-One call after the other: its tensors are made, it runs once to warm up and then a few times, of which the median
-counts, and all is freed again. So the memory that is needed is that of one node. The calls go round a few times, since
-what disturbs them can only add time: the shortest round counts. Layouts and dtypes are the real ones; the numbers are
-made up: random ones in [0, 1), indices in range, zeros for all other integers and for booleans.
+Calls run one at a time. The tensors of a call are allocated, the op runs once to warm up and then a few times, the
+median counts, and the tensors are freed. So this needs the memory of one node only. All calls are repeated for a few
+rounds, and the shortest round counts, because a disturbance can only add time. Layouts and dtypes are the real ones.
+Values are made up: random numbers in [0, 1), indices in range, and zeros for all other integers and for booleans.
 
-Nothing of it reaches the user. It happens in a thread of its own, where no mode, autocast or device of theirs holds,
-and without autograd. Random numbers come from another generator, and for ops that draw from the global ones, these are
-put back. No setting is changed, so what a user has set for determinism or precision holds here too.
+The user's program is not affected. Calls run without autograd in a separate thread, where the user's modes, autocast
+and default device do not apply. Random numbers come from a separate generator. For ops that draw from the global
+generators, the state of these is saved and set back. No setting is changed, so the user's settings for determinism and
+precision apply here too.
 
 The code for CUDA has not yet run on a GPU; it is tested against stand-ins.
 """
@@ -32,30 +33,30 @@ log = logging.getLogger(__name__)
 
 ROUNDS = 3
 RUNS = 3
-"""Of a call in each round, behind one that warms up."""
+"""Timed runs of a call in each round, after one warm-up run."""
 LONG_S = 0.1
-"""A call that takes so long is in one round only."""
+"""A call that takes this long runs in one round only."""
 
 SHORTEST_S = 1e-9
-"""Nothing takes no time, whatever the resolution of a clock."""
+"""Lower bound of a measured time, whatever the resolution of the clock."""
 
 MAX_REASON = 200
-"""Letters of an error that are kept."""
+"""Characters of an error message that are kept."""
 
 _RANDOM_BYTES = 1 << 22
-"""More than this is copies: random numbers take longer to draw than to copy."""
+"""Beyond this size, random numbers are copied: drawing them takes longer than copying."""
 
 ClockFor = Callable[[torch.device], Clock]
 
 
 def run_calls(calls: Sequence[Call], clock_for: ClockFor = clock_of, cuda: Any = torch.cuda) -> list[Seconds]:
-    """Seconds of each of ``calls``, or the error of one that cannot be run."""
-    with ThreadPoolExecutor(1) as pool:  # modes belong to threads: under the FakeTensorMode of a trace nothing is run
+    """Seconds of each call, or the error message of a call that cannot run."""
+    with ThreadPoolExecutor(1) as pool:  # modes are per thread: under the FakeTensorMode of a trace no op runs
         return pool.submit(_run_calls, calls, clock_for, cuda).result()
 
 
 def _run_calls(calls: Sequence[Call], clock_for: ClockFor, cuda: Any) -> list[Seconds]:
-    torch.get_num_threads()  # makes this thread know how many threads were set; a product would take one per core
+    torch.get_num_threads()  # initializes the number of threads here; else a product would use one per core
     with torch.no_grad():
         seconds = [_run_call(call, clock_for, cuda) for call in calls]
         for _ in range(ROUNDS - 1):
@@ -68,7 +69,7 @@ def _run_calls(calls: Sequence[Call], clock_for: ClockFor, cuda: Any) -> list[Se
         if "cpu" in devices:
             _warn_if_busy(clock_for(torch.device("cpu")))
         if "cuda" in devices:
-            cuda.empty_cache()  # what was freed here is of no size that training needs
+            cuda.empty_cache()  # training needs blocks of other sizes than those freed here
     return seconds
 
 
@@ -76,14 +77,14 @@ def _run_call(call: Call, clock_for: ClockFor, cuda: Any) -> Seconds:
     try:
         with _on_device(call.device, cuda):
             return time_call(call, clock_for(call.device))
-    except Exception as error:  # whatever an op raises for made-up arguments: nobody has to know all of it
+    except Exception as error:  # an op may raise anything for made-up arguments
         lines = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {lines[0]}"[:MAX_REASON]
 
 
 @contextlib.contextmanager
 def _on_device(device: torch.device, cuda: Any) -> Generator[None]:
-    """``device`` is the current one, and global random numbers are afterwards what they were."""
+    """Make ``device`` the current one. Afterwards, the state of the global random generators is as before."""
     if device.type != "cuda":
         with torch.random.fork_rng(devices=[]):
             yield
@@ -97,7 +98,7 @@ def _on_device(device: torch.device, cuda: Any) -> Generator[None]:
 
 
 def time_call(call: Call, clock: Clock) -> float:
-    """Median seconds of a few runs, behind one that warms up.
+    """Median seconds of a few runs, after one warm-up run.
 
     Raises:
         Exception: whatever the op raises.
@@ -116,15 +117,15 @@ def _warn_if_busy(clock: Clock) -> None:
     kernel_s = statistics.median(clock.seconds(lambda: x.add_(1)) for _ in range(5))
     if kernel_s > BUSY_KERNEL_S:
         log.warning(
-            "An empty kernel takes %.1f ms: the machine is busy, or torch has more threads than cores. The times of "
-            "nodes that were measured now are too long; delete node-times-*.json beside the hardware profiles to "
-            "measure again.",
+            "An empty kernel takes %.1f ms: the machine is busy, or torch has more threads than cores. The node times "
+            "measured now are too long. To measure again, delete node-times-*.json in the directory of the hardware "
+            "profiles.",
             1e3 * kernel_s,
         )
 
 
 def make_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments for one run of ``call``, with tensors in the place of layouts."""
+    """Arguments for one run of ``call``, with a tensor for each layout."""
     bounds = _index_bounds(call)
     args = [_make(arg, bounds.get(at, 0)) for at, arg in enumerate(call.args)]
     return args, {name: _make(arg, 0) for name, arg in call.kwargs.items()}
@@ -141,11 +142,11 @@ def _make(value: Any, bound: int | tuple[int, ...]) -> Any:
 
 
 def _make_tensor(layout: TensorLayout, bound: int) -> Tensor:
-    """Integers are below ``bound``; 0 stands for zeros."""
+    """A tensor with made-up values. Integers are below ``bound``; if it is 0, they are zeros."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(layout.shape, layout.stride, strict=True))
     if 0 in layout.shape:
         span = 0
-    # Elements of a tensor may share memory (expanded dimensions), so numbers are drawn for the memory.
+    # Elements may share memory (expanded dimensions), so numbers are drawn for the memory, not per element.
     flat = torch.empty(span, dtype=layout.dtype, device=layout.device)
     drawn = flat[: _RANDOM_BYTES // layout.dtype.itemsize]
     generator = torch.Generator(layout.device).manual_seed(0)
@@ -161,9 +162,9 @@ def _make_tensor(layout: TensorLayout, bound: int) -> Tensor:
 
 
 def _index_bounds(call: Call) -> Mapping[int, int | tuple[int, ...]]:
-    """For the arguments that are indices: what these must be below.
+    """Exclusive upper bounds of the arguments that are indices.
 
-    Zeros are in range wherever there is anything, so an op that is missing here is only looked up in one row.
+    Zeros are in range of every dimension that is not empty, so an op that is missing here reads one row only.
     """
     args = call.args
     match call.target.overloadpacket.__name__:

@@ -1,15 +1,15 @@
-"""How long single calls of ops take on this machine: measured once, then known, in memory and in a JSON file.
+"""Times of single op calls on this machine: measured once, then kept in memory and in a JSON file.
 
-The file lies beside the hardware profiles (``profile_store``), one for each device, processor, number of threads,
-version of torch and setting that kernels are chosen by; where any of them differs, another file is read.
+The file is next to the hardware profiles (``profile_store``). There is one file for each device, processor, number of
+threads, version of torch, and setting by which torch chooses kernels. If any of them differs, another file is read.
 
-Two measurements are never quite equal, and a plan depends on them. So what is stored is not measured again:
+Two measurements are never quite equal, and a plan depends on them. So a stored time is not measured again:
 
-* A file only grows, under one *generation*, a random name that it gets when it is made. What it says about a call stays
-  the same, also that a call cannot be run. The generation is part of the key of compile caches.
-* Processes that measure the same call at the same time all go on with what was stored first.
-* A file is there completely or not at all. One that cannot be used is replaced by one of another generation, with a
-  warning; where nothing can be stored, a process has a generation of its own.
+* A file only grows, under one *generation*: a random name that it gets when it is created. The entry of a call never
+  changes, even if it says that the call cannot run. The generation is part of the key of compile caches.
+* Processes that measure the same call at the same time all use the result that was stored first.
+* A file exists completely or not at all. A file that cannot be used is replaced by one of another generation, with a
+  warning. If nothing can be stored, each process has a separate generation.
 
 Together: the same generation, hardware profile and graph give the same plan. To measure again, delete the file.
 """
@@ -47,7 +47,7 @@ RunCalls = Callable[[Sequence[Call]], Sequence[Seconds]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TimesKey:
-    """What times are valid for."""
+    """What measured times are valid for."""
 
     device: str
     processor: str
@@ -58,16 +58,16 @@ class TimesKey:
     torch_version: str
     libraries: str
     settings: str
-    """By which torch chooses kernels."""
+    """Settings by which torch chooses kernels."""
 
     @property
     def file_name(self) -> str:
-        """Readable, and different for every key."""
+        """A readable file name, different for every key."""
         return f"node-times-{key_file_name(dataclasses.asdict(self))}"
 
 
 def times_key(device: str) -> TimesKey:
-    """The key of this process on this machine, with its present settings.
+    """The key of this process on this machine, with its current settings.
 
     Raises:
         ConfigError: there is no such device.
@@ -100,15 +100,15 @@ class _Stored:
     times: Mapping[str, Seconds]
 
     def merge(self, other: _Stored) -> _Stored:
-        """What is known here counts."""
+        """Both sets of times. Where both have a call, the time of this one counts."""
         return _Stored(self.generation, {**other.times, **self.times})
 
 
 class CallTimes:
-    """The times of one key. To be shared by threads.
+    """The measured times of one key. Threads may share it.
 
     Args:
-        run: measures what is not known yet.
+        run: measures calls whose time is not known yet.
     """
 
     def __init__(self, key: TimesKey, run: RunCalls = run_calls) -> None:
@@ -120,26 +120,26 @@ class CallTimes:
 
     @property
     def generation(self) -> str:
-        """Equal names, equal times."""
+        """Name of this set of times: an equal name means equal times."""
         return self._known.generation
 
     def of(self, calls: Sequence[Call]) -> Mapping[str, Seconds]:
-        """Seconds of ``calls`` by their keys; what nobody knows is measured and stored."""
+        """Seconds of ``calls`` by their keys. Calls whose time is not known are measured and stored."""
         by_key = {call.key: call for call in calls}
         with self._lock:
             if not by_key.keys() <= self._known.times.keys():
                 self._known = self._exchange(self._known)
             missing = [call for key, call in by_key.items() if key not in self._known.times]
             if missing:
-                log.info("measuring %d calls of ops; their times are kept in %s", len(missing), self._path)
+                log.info("measuring %d op calls; their times are stored in %s", len(missing), self._path)
                 found = dict(zip((call.key for call in missing), self._run(missing), strict=True))
                 self._known = self._exchange(self._known.merge(_Stored("", found)))
             return {key: self._known.times[key] for key in by_key}
 
     def _exchange(self, mine: _Stored, *, adopt: bool = False) -> _Stored:
-        """Store what is new in ``mine``, and return it with all that is stored.
+        """Store what is new in ``mine``, and return it together with everything stored.
 
-        A file of another generation is left alone, or with ``adopt`` returned instead.
+        A file of another generation is not changed. With ``adopt``, its content is returned instead.
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,12 +152,12 @@ class CallTimes:
                     self._write(merged)
                 return merged
         except OSError as error:
-            log.warning("Times of nodes cannot be stored in %s (%s): every process will measure.", self._path, error)
+            log.warning("Node times cannot be stored in %s (%s): every process will measure again.", self._path, error)
             return mine
 
     @contextlib.contextmanager
     def _locked(self) -> Generator[None]:
-        """One process at a time. The lock is a file of its own, since the other one is replaced."""
+        """Exclude other processes. The lock is a separate file, because the file with the times is replaced."""
         with self._path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -168,15 +168,15 @@ class CallTimes:
             expected = {"format": FORMAT, "key": dataclasses.asdict(self._key)}
             found = {name: raw[name] for name in expected}
             if found != expected:
-                raise ValueError(f"it is for {found}, expected {expected}")
+                raise ValueError(f"it has {found}, expected {expected}")
             generation, times = raw["generation"], raw["times"]
             if not isinstance(generation, str) or not all(_is_time(value) for value in times.values()):
-                raise ValueError("no generation, or a time that is none")
+                raise ValueError("it has no generation, or a time that is neither a positive number nor text")
             return _Stored(generation, times)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("The times of nodes in %s cannot be used (%s); measuring again.", self._path, error)
+            log.warning("The node times in %s cannot be used (%s); measuring again.", self._path, error)
             return None
 
     def _write(self, stored: _Stored) -> None:
@@ -198,7 +198,7 @@ _loaded_lock = threading.Lock()
 
 
 def load_call_times(device: str) -> CallTimes:
-    """The times of ``device`` ("cpu", "cuda" or "cuda:1") under the present settings: one object per process and key.
+    """The times of ``device`` ("cpu", "cuda" or "cuda:1") under the current settings: one object per process and key.
 
     Raises:
         ConfigError: there is no such device.

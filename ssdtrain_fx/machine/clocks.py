@@ -1,4 +1,4 @@
-"""How long a device works on a call."""
+"""Clocks that time how long a device works on a call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 
 class Clock(Protocol):
-    """Tells how long the device works on a call."""
+    """Times how long the device works on a call."""
 
     def seconds(self, call: Callable[[], object]) -> float: ...
 
 
 class CpuClock:
-    """A call is over when it returns."""
+    """Times a call until it returns."""
 
     def seconds(self, call: Callable[[], object]) -> float:
         start_s = time.perf_counter()
@@ -25,7 +25,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """Between two events on the current stream, so that what ran before does not count."""
+    """Times a call between two events on the current stream, so that earlier work does not count."""
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
         self._cuda = cuda

@@ -1,7 +1,7 @@
-"""Profiles of machines: measured once per device and path, then read from a file.
+"""Hardware profiles: measured once per device and path, then read from a file.
 
 hardware = load_hardware("cpu", None)
-hardware = probe_and_store("cpu", "/mnt/nvme0").hardware    # measured again, under a minute
+hardware = probe_and_store("cpu", "/mnt/nvme0").hardware    # measures again, in under a minute
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ssdtrain_fx.runtime.storage.directory import check_directories
 log = logging.getLogger(__name__)
 
 MAX_PROBES = 3
-"""How often a machine that was disturbed is measured again."""
+"""Maximum number of measurements of a machine that is disturbed."""
 
 _known: dict[str, Hardware] = {}
 _known_lock = threading.Lock()
@@ -40,8 +40,8 @@ _known_lock = threading.Lock()
 def load_hardware(device: str, ssd_dir: SsdDir, *, measure: bool = True) -> Hardware:
     """The profile of ``device`` ("cpu", "cuda" or "cuda:1") and of the file systems that hold ``ssd_dir``.
 
-    Read from the user's profiles; measured within seconds and stored when there is none. A process that has asked once
-    gets the same answer ever after, whatever happens to the file.
+    It is read from the user's profiles. If none is stored, the machine is measured within seconds and the profile is
+    stored. Later calls in this process return the same profile, whatever happens to the file.
 
     Raises:
         ConfigError: nothing can be written in ``ssd_dir``, or nothing is stored and ``measure`` is False.
@@ -61,20 +61,20 @@ def load_hardware(device: str, ssd_dir: SsdDir, *, measure: bool = True) -> Hard
                     "Run `ssdtrain-fx probe` first."
                 )
             log.info(
-                "measuring %s and the SSD behind %s; `ssdtrain-fx probe` measures longer",
+                "measuring %s and the SSD that holds %s; `ssdtrain-fx probe` measures longer",
                 key.device,
                 ", ".join(directories),
             )
             try:
                 hardware = measure_hardware(device, directories, quick=True)
-            except FullDiskError as error:  # no reason to stop training: what cannot be written stays in memory
-                log.warning("%s Until then plans are made for a drive of 2 GB/s.", error)
+            except FullDiskError as error:  # training can go on: what cannot be written stays in memory
+                log.warning("%s Until then, plans assume a drive of 2 GB/s.", error)
                 return assumed_hardware(device_name(device), on_gpu=torch.device(device).type == "cuda")
             disturbance = _find_disturbance(hardware)
             if disturbance:
                 log.warning(
-                    "%s: the machine is busy, or torch has more threads than cores. This hardware profile is not kept. "
-                    "`ssdtrain-fx probe` measures longer and keeps what it finds.",
+                    "%s: the machine is busy, or torch has more threads than cores. This hardware profile is used by "
+                    "this process only. `ssdtrain-fx probe` measures longer and stores its result.",
                     disturbance,
                 )
                 _known[identity] = hardware
@@ -93,7 +93,7 @@ def load_hardware(device: str, ssd_dir: SsdDir, *, measure: bool = True) -> Hard
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """A profile, what it is of, and where it is kept."""
+    """A profile, the directories that it is for, and the file that stores it."""
 
     hardware: Hardware
     directories: tuple[str, ...]
@@ -101,7 +101,7 @@ class ProbeResult:
 
 
 def probe_and_store(device: str, ssd_dir: SsdDir, *, quick: bool = False, on_step: OnStep = ignore) -> ProbeResult:
-    """Measure, and replace what is stored. A process that has loaded a profile already goes on with that one.
+    """Measure and replace the stored profile. A process that has already loaded a profile keeps using it.
 
     Raises:
         ConfigError: nothing can be written in ``ssd_dir``, or it has too little room.
@@ -110,22 +110,22 @@ def probe_and_store(device: str, ssd_dir: SsdDir, *, quick: bool = False, on_ste
     directories = check_directories(ssd_dir)
     key = profile_key(device_name(device), directories)
     path = profile_path(key)
-    path.parent.mkdir(parents=True, exist_ok=True)  # rather fail now than in half a minute
+    path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than in half a minute
     hardware = measure_hardware(device, directories, quick=quick, on_step=on_step)
     for _ in range(MAX_PROBES - 1):
         disturbance = _find_disturbance(hardware)
         if not disturbance:
             break
-        log.warning("%s: the machine is busy, or torch has more threads than cores. It is measured again.", disturbance)
+        log.warning("%s: the machine is busy, or torch has more threads than cores. Measuring again.", disturbance)
         hardware = measure_hardware(device, directories, quick=quick, on_step=on_step)
     return ProbeResult(store_profile(key, hardware, replace=True), directories, path)
 
 
 def _find_disturbance(hardware: Hardware) -> str:
-    """What no undisturbed machine does; empty where there is nothing of that kind."""
+    """A measured value that only a disturbed machine has, as text; empty if there is none."""
     if hardware.kernel_s > BUSY_KERNEL_S:
         return f"An empty kernel takes {hardware.kernel_s * 1e3:.1f} ms"
     product = hardware.flops_per_s["float32"]
-    if product < hardware.memory_bytes_per_s:  # every processor multiplies faster than it fetches from memory
+    if product < hardware.memory_bytes_per_s:  # every processor multiplies faster than it reads memory
         return f"A matrix product runs at {product / 1e9:.1f} GFLOP/s"
     return ""

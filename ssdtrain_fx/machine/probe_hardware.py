@@ -1,6 +1,7 @@
-"""Measures a machine: what the planner must know about a device and about the SSD behind a directory.
+"""Measures the hardware profile that the planner needs: a device and the SSD that holds a directory.
 
-The first run of everything is thrown away: it meets blocks that were never written and memory that was never touched.
+The first run of each measurement is discarded: it uses blocks that were never written and memory that was never
+touched.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from ssdtrain_fx.runtime.memory.staging import CUDA_BUDGET_BYTES
 from ssdtrain_fx.runtime.storage.directory import check_directories
 
 SsdDir = str | Sequence[str] | None
-"""A directory, several that tensors are striped over, or None for the default."""
+"""One directory, several directories that tensors are striped over, or None for the default."""
 OnStep = Callable[[str, int, int], None]
-"""Called with what is measured next, the number of steps before it, and the number of all steps."""
+"""Called with the name of the next step, the number of steps before it, and the total number of steps."""
 
 
 def ignore(description: str, done: int, total: int) -> None:
@@ -40,17 +41,19 @@ def ignore(description: str, done: int, total: int) -> None:
 
 
 class FullDiskError(ConfigError):
-    """There is too little room to measure."""
+    """The disk has too little free space for measuring."""
 
 
 def measure_hardware(
     device: str, ssd_dir: SsdDir, *, quick: bool = False, on_step: OnStep = ignore, cuda: Any = torch.cuda
 ) -> Hardware:
-    """Measure ``device`` and the SSD behind ``ssd_dir`` (None: the default of the backend). Torch's threads are kept.
+    """Measure ``device`` and the SSD that holds ``ssd_dir`` (None: the backend's default).
+
+    The number of torch's threads is not changed.
 
     Args:
-        quick: two or three seconds instead of half a minute, and less certain figures.
-        on_step: told what comes next.
+        quick: measure for two or three seconds instead of half a minute, with less certain results.
+        on_step: called before each step, and once at the end.
 
     Raises:
         ConfigError: nothing can be written in ``ssd_dir``, or it has too little room.
@@ -64,7 +67,7 @@ def measure_hardware(
     clock = clock_of(target, cuda)
     dtypes = [torch.float32, torch.bfloat16]
     if on_gpu:
-        dtypes.append(torch.float16)  # few processors can do more with it than convert it
+        dtypes.append(torch.float16)  # few processors can do more with float16 than convert it
     total = 2 * len(dtypes) + 7
 
     steps = iter(range(total))
@@ -94,7 +97,7 @@ def measure_hardware(
             write = channel_of(lambda size, count: traffic.write_s(size, count), effort)
             begin("reads")
             read = channel_of(lambda size, count: traffic.read_s(size, count), effort)
-            begin("writes beside reads")
+            begin("writes during reads")
             share_when_both = share_when_both_of(traffic, effort)
             begin("time on the compute thread")
             offload, reload = compute_thread_channels(traffic, effort, write, read)
@@ -122,7 +125,7 @@ def measure_hardware(
 
 
 def assumed_hardware(name: str, *, on_gpu: bool) -> Hardware:
-    """For where nothing can be measured. Guesses all: a slow drive, and a processor or GPU of the middle."""
+    """A profile for when measuring is impossible. All guesses: a slow drive, and a mid-range processor or GPU."""
     drive, copies = Channel(bytes_per_s=2e9, latency_s=2e-4), Channel(bytes_per_s=1e10)
     return Hardware(
         device=name,
@@ -159,7 +162,7 @@ def device_name(device: str, cuda: Any = torch.cuda) -> str:
 
 
 def _require_room(directories: Sequence[str], size_bytes: int) -> None:
-    """Each directory takes an equal share of ``size_bytes``."""
+    """Require room for measuring with ``size_bytes`` in all, of which each directory takes an equal share."""
     needed_bytes = 2 * size_bytes // len(directories)
     for directory in directories:
         status = os.statvfs(directory)

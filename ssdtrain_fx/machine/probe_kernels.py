@@ -1,6 +1,6 @@
 """Rates of a device: memory, matrix products, convolutions, expensive functions, and an empty kernel.
 
-A kernel counts with its shortest run, since what disturbs one can only add time.
+The shortest run of a kernel counts, because a disturbance can only add time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ssdtrain_fx.machine.clocks import Clock
 from ssdtrain_fx.machine.probe_effort import MIB, Effort
 
 BUSY_KERNEL_S = 1e-3
-"""Of an empty kernel on a CPU: a hundred times what it takes. Then its threads wait for a processor, and no figure is
-worth keeping."""
+"""Time of an empty CPU kernel on a busy machine: a hundred times the usual time. Then threads wait for a processor, and
+no measurement is worth keeping."""
 
 
 def shortest_s(clock: Clock, call: Callable[[], object], effort: Effort) -> float:
-    """The shortest of many runs: on a busy machine some run undisturbed as long as each takes only a millisecond."""
+    """The shortest of many runs. On a busy machine, some are undisturbed if each takes only a millisecond."""
     call()
     shortest_s, runs = clock.seconds(call), 1
     end_s = time.perf_counter() + effort.kernel_budget_s
@@ -39,17 +39,17 @@ def memory_rate(device: torch.device, clock: Clock, effort: Effort) -> float:
 
 
 def kernel_seconds(device: torch.device, clock: Clock, effort: Effort) -> float:
-    """On the CPU the smallest op that wakes all threads."""
+    """Time of an almost empty kernel. On the CPU, it is the smallest op that wakes all threads."""
     x = torch.ones(1 << 16, device=device)
     return shortest_s(clock, lambda: x.add_(1), effort)
 
 
 LONG_ENOUGH_S = 1e-3
-"""For a kernel to show its rate: longer than starting it takes, and shorter than other processes leave it alone."""
+"""Run time at which a kernel shows its rate: longer than its launch, but short enough to run undisturbed at times."""
 
 
 def product_rate(device: torch.device, clock: Clock, effort: Effort, dtype: torch.dtype) -> float:
-    """Square matrices that grow until one product takes long enough: some processors emulate a dtype."""
+    """FLOP/s of a product of square matrices. They grow until it takes long enough: some processors emulate a dtype."""
     size = 128
     while True:
         x, y = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -65,7 +65,10 @@ def product_rate(device: torch.device, clock: Clock, effort: Effort, dtype: torc
 
 
 def convolution_rate(device: torch.device, clock: Clock, effort: Effort, dtype: torch.dtype) -> float:
-    """3x3 over a batch of images that grows until it takes long enough; channels last, which Inductor changes to."""
+    """FLOP/s of a 3x3 convolution, whose batch grows until it takes long enough.
+
+    The layout is channels last, which Inductor changes to.
+    """
     channels, side, batch = 128, 32, 1
     last = torch.channels_last
     weight = torch.ones(channels, channels, 3, 3, device=device, dtype=dtype).to(memory_format=last)
@@ -84,10 +87,11 @@ def convolution_rate(device: torch.device, clock: Clock, effort: Effort, dtype: 
 def element_rate(
     device: torch.device, clock: Clock, effort: Effort, dtype: torch.dtype, memory_bytes_per_s: float
 ) -> float:
-    """On a GPU without the time of reading and writing, which is most of it there.
+    """Elements per second of expensive functions.
 
-    On the CPU one thread is measured, with as many elements as torch gives to one: nothing scales better with threads.
-    And none of the functions may be one that torch leaves to MKL: Inductor uses torch's vector classes, as these do.
+    On a GPU, the time of reading and writing is subtracted, because it is most of the total. On the CPU, one thread is
+    measured, with as many elements as torch gives to one thread, and multiplied by the number of threads: nothing
+    scales better. Functions that torch leaves to MKL are not used: Inductor uses torch's vector classes, as these do.
     """
     on_gpu = device.type == "cuda"
     count, threads = (1 << 25, 1) if on_gpu else (1 << 15, torch.get_num_threads())
@@ -107,7 +111,7 @@ def element_rate(
 
 
 def copy_channels(device: torch.device, clock: Clock, effort: Effort) -> tuple[Channel, Channel]:
-    """Device to pinned memory and back."""
+    """Copies from the device to pinned memory, and back."""
     count = 64 * MIB
     host = torch.empty(count, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(count, dtype=torch.uint8, device=device)

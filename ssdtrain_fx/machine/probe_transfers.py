@@ -1,7 +1,7 @@
-"""Rates of the SSD, and what transfers cost the thread that computes.
+"""Rates of the SSD, and the time that transfers take from the compute thread.
 
-They are measured through a real ``Engine``, because the rate that counts is the one the engine reaches. A transfer
-counts with the median of many, since a drive has good and bad moments of its own.
+They are measured through a real ``Engine``, because the rate that counts is the one that the engine reaches. The median
+of many transfers counts, because the speed of a drive varies over time.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.handles.tokens import Owner, handle_of, make_token
 
 MOST_BYTES_PER_S = 1e13
-"""A rate that makes a copy free of charge."""
+"""A rate at which a copy takes no time."""
 ROWS, INNER = 2048, 128
-"""Of a matrix product that writes 16 MiB and takes some milliseconds."""
+"""Sizes of a matrix product that writes 16 MiB and takes a few milliseconds."""
 
 
 class Traffic:
-    """Sets of transfers through one engine, as the ops of a training step call it."""
+    """Sets of transfers through one engine, which is called as the ops of a training step call it."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine = engine
         self.device = device
 
     def tensors(self, size_bytes: int, count: int) -> list[Tensor]:
-        """Random bytes: some drives compress."""
+        """Tensors of random bytes, because some drives compress."""
         x = torch.empty(size_bytes // 8, dtype=torch.int64, device=self.device).random_()
         return [x.clone() for _ in range(count)]
 
     def write_s(self, size_bytes: int, count: int) -> float:
-        """Until all bytes are in the file."""
+        """Seconds until all bytes are in the file."""
         tensors = self.tensors(size_bytes, count)
         self.settle()
         start_s = time.perf_counter()
@@ -51,7 +51,7 @@ class Traffic:
         return seconds
 
     def read_s(self, size_bytes: int, count: int) -> float:
-        """Until all bytes are back."""
+        """Seconds until all bytes are reloaded."""
         tensors = self.tensors(size_bytes, count)
         like = tensors[0]
         owners = self.offload(tensors)
@@ -63,7 +63,7 @@ class Traffic:
         return time.perf_counter() - start_s
 
     def both_s(self, size_bytes: int, writes: int, reads: int) -> float:
-        """Until ``writes`` tensors have gone and ``reads`` others have come, begun together."""
+        """Seconds until ``writes`` tensors are written and ``reads`` others are reloaded, started together."""
         arriving = self.tensors(size_bytes, reads)
         like = arriving[0]
         owners = self.offload(arriving)
@@ -80,7 +80,7 @@ class Traffic:
         return seconds
 
     def offload_calls_s(self, size_bytes: int) -> float:
-        """Of one offload and its release, on the calling thread, when nothing has to be waited for."""
+        """Seconds of one offload and its release on the calling thread, when neither has to wait."""
         (x,) = self.tensors(size_bytes, 1)
         self.settle()
         start_s = time.perf_counter()
@@ -94,7 +94,7 @@ class Traffic:
         return offload_s + release_s
 
     def reload_calls_s(self, size_bytes: int) -> float:
-        """Of one reload and its wait, on the calling thread, when nothing has to be waited for."""
+        """Seconds of one reload and its wait on the calling thread, when neither has to wait."""
         (x,) = self.tensors(size_bytes, 1)
         owners = self.offload([x])
         self.settle()
@@ -117,14 +117,14 @@ class Traffic:
             self.engine.wait(y, owner)
 
     def settle(self) -> None:
-        """Nothing is in flight, and the device has nothing to do."""
+        """Wait until nothing is in flight and the device is idle."""
         self.engine.wait_until_idle()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def fit_channel(small: tuple[int, float], large: tuple[int, float]) -> Channel:
-    """The line through two measurements (bytes, seconds); through the origin where noise would give nonsense."""
+    """Fit a line through two measurements (bytes, seconds), or through the origin if noise would give nonsense."""
     (small_bytes, small_s), (large_bytes, large_s) = small, large
     if large_s > small_s:
         bytes_per_s = (large_bytes - small_bytes) / (large_s - small_s)
@@ -135,7 +135,7 @@ def fit_channel(small: tuple[int, float], large: tuple[int, float]) -> Channel:
 
 
 def channel_of(measure: Callable[[int, int], float], effort: Effort) -> Channel:
-    """Time of one transfer of many, for two sizes. Runs of both sizes alternate: a busy moment hits both."""
+    """Fit the time per transfer for two sizes. Runs of both sizes alternate, so that a busy moment affects both."""
     small_s: list[float] = []
     large_s: list[float] = []
     for _ in range(effort.transfer_repeats):
@@ -155,9 +155,9 @@ def share_when_both_of(traffic: Traffic, effort: Effort) -> float:
 
 
 def share_of(one_s: float, other_s: float, both_s: float) -> float:
-    """Share of its rate that each keeps, when they take ``one_s`` and ``other_s`` alone and ``both_s`` begun together.
+    """Share of its rate that each direction keeps. They take ``one_s`` and ``other_s`` alone, ``both_s`` together.
 
-    The shorter one takes ``short / share`` beside the longer one, which then runs its remainder alone.
+    While both run, the shorter one takes ``short / share``. Then the longer one runs its remainder alone.
     """
     short_s, long_s = sorted((one_s, other_s))
     overlap_s = both_s - (long_s - short_s)
@@ -165,7 +165,7 @@ def share_of(one_s: float, other_s: float, both_s: float) -> float:
 
 
 def compute_thread_channels(traffic: Traffic, effort: Effort, write: Channel, read: Channel) -> tuple[Channel, Channel]:
-    """Compute-stream time of leaving and of coming back, by size, stalls not included."""
+    """Compute-stream time of an offload and of a reload by size, without stalls."""
     small, large = 64 << 10, effort.large_bytes
     times: dict[tuple[str, int], list[float]] = {}
     beside = _BesideCompute(traffic) if traffic.device.type == "cpu" else None
@@ -181,7 +181,7 @@ def compute_thread_channels(traffic: Traffic, effort: Effort, write: Channel, re
 
     def fit(direction: str) -> Channel:
         small_s, large_s = (min(times[direction, size]) for size in (small, large))
-        if large_s - small_s < large / MOST_BYTES_PER_S:  # no more than noise: what it takes does not grow with size
+        if large_s - small_s < large / MOST_BYTES_PER_S:  # no more than noise: the time does not grow with size
             return Channel(bytes_per_s=MOST_BYTES_PER_S, latency_s=small_s)
         return fit_channel((small, small_s), (large, large_s))
 
@@ -190,35 +190,35 @@ def compute_thread_channels(traffic: Traffic, effort: Effort, write: Channel, re
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sample:
-    """Some transfers, one by one, beside matrix products."""
+    """Transfers one by one, in parallel with matrix products."""
 
     product_s: float
-    """Of one product, when nothing is moved."""
+    """Time of one product without transfers."""
     taken_s: float
-    """How much longer all products took beside the transfers."""
+    """How much longer all products took with transfers."""
     ops_s: list[float]
-    """Of both ops of every transfer."""
+    """Time of both ops of each transfer."""
 
 
 class _BesideCompute:
-    """What transfers of CPU tensors cost the processor that computes, whichever thread does them.
+    """Measures what transfers of CPU tensors cost the processor that computes, whichever thread does them.
 
-    That is the time of the ops, each one after matrix products that write more memory than processors keep at hand, as
-    the layers of a model do: an op that follows another one is several times as fast, for its code and its data are
-    still there. They are called as Inductor's code calls them, by way of a token but not of PyTorch's dispatcher, which
-    would take as much time again with cold caches.
+    One part of the cost is the time of the ops. Each op runs after matrix products that write more memory than caches
+    hold, as the layers of a model do. An op that directly follows another op is several times as fast, because its code
+    and its data are still cached. Ops are called as Inductor's code calls them: with a token, but not through PyTorch's
+    dispatcher, which would take as much time again with cold caches.
 
-    In addition comes what the transfers take from the products beside them: memory bandwidth, and the processor where
-    threads do the copies, or where the host of a virtual machine moves the bytes on the same cores. That is the median
-    difference of runs with and without transfers, in turns.
+    The other part is what transfers take from the products in parallel: memory bandwidth, and processor time where
+    threads make the copies or where the host of a virtual machine moves the bytes on the same cores. It is the median
+    difference of alternating runs with and without transfers.
 
-    The nodes of a step are priced by rates of an undisturbed machine, since kernels count with their shortest run. Ops
-    and differences are too small and too rare for that: each one is scaled by how much longer than the shortest run the
-    products beside it took.
+    The nodes of a step are priced by the rates of an undisturbed machine, because the shortest run of a kernel counts.
+    Ops and differences are too small and too rare for that. So each one is divided by how much longer the products of
+    its sample took than the products of the fastest sample.
     """
 
     COUNT = 4
-    """Transfers of one measurement."""
+    """Transfers per run."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
@@ -232,7 +232,7 @@ class _BesideCompute:
         self._samples: dict[tuple[str, int], list[_Sample]] = {}
 
     def measure(self, size_bytes: int, write: Channel, read: Channel) -> None:
-        """One run each of transfers out and in."""
+        """Measure one run of offloads and one run of reloads."""
         traffic, engine = self._traffic, self._traffic.engine
         tensors = traffic.tensors(size_bytes, self.COUNT)
         like = tensors[0]
@@ -250,13 +250,13 @@ class _BesideCompute:
         products = self._products(size_bytes, write)
         self._run(("out", size_bytes), products, lambda number: engine.offload(tensors[number], "probe"), release)
         traffic.settle()
-        for number in range(self.COUNT):  # from here on there is memory to be used again
+        for number in range(self.COUNT):  # the reloads that are measured then reuse memory
             engine.wait(*reload(number))
         products = self._products(size_bytes, read)
         self._run(("in", size_bytes), products, reload, lambda number, reloading: engine.wait(*reloading))
 
     def cost_s(self, direction: str, size_bytes: int) -> float:
-        """Seconds of an undisturbed processor that one transfer takes."""
+        """Seconds that one transfer takes on an undisturbed processor."""
         shortest_s = min(sample.product_s for samples in self._samples.values() for sample in samples)
         samples = self._samples[direction, size_bytes]
         ops = statistics.median(ops_s / sample.product_s for sample in samples for ops_s in sample.ops_s)
@@ -270,7 +270,7 @@ class _BesideCompute:
         begin: Callable[[int], Any],
         end: Callable[[int, Any], None],
     ) -> None:
-        """Transfers one by one, each with ``products`` between its two ops."""
+        """Run transfers one by one, with ``products`` matrix products between the two ops of each."""
         self._traffic.settle()
         start_s = time.perf_counter()
         self._compute(products * self.COUNT)
@@ -290,7 +290,7 @@ class _BesideCompute:
         self._samples.setdefault(key, []).append(sample)
 
     def _products(self, size_bytes: int, channel: Channel) -> int:
-        """Enough to hide one transfer."""
+        """Number of products that hides one transfer."""
         return 1 + round(2 * channel.transfer_s(size_bytes) / self._product_s)
 
     def _compute(self, products: int) -> None:

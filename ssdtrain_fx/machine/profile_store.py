@@ -1,15 +1,15 @@
-"""Where hardware profiles are kept: one small JSON file per machine, device and file system (or set of them).
+"""Stores hardware profiles: one small JSON file per machine, device and file system (or set of file systems).
 
-``$SSDTRAIN_PROFILE_DIR``, else ``$XDG_CACHE_HOME/ssdtrain_fx``, else ``~/.cache/ssdtrain_fx``.
+The files are in ``$SSDTRAIN_PROFILE_DIR``, else ``$XDG_CACHE_HOME/ssdtrain_fx``, else ``~/.cache/ssdtrain_fx``.
 
-Why a key with so many parts: a home directory may be shared by machines, and names of drives change hands when a
-machine starts again. When any part differs, the profile is measured once more, which takes seconds; that of another
-drive would mislead every plan.
+The key has many parts, because machines may share a home directory and drives may exchange their names when a machine
+restarts. When any part differs, the machine is measured again, which takes seconds. The profile of another drive would
+mislead every plan.
 
 Guarantees:
 
-* A file is there completely or not at all: it is written under another name and renamed.
-* Processes that measure at the same time end up with one profile, the one that was stored first.
+* A file exists completely or not at all: it is written under a temporary name and renamed.
+* Processes that measure at the same time end up with the same profile, the one that was stored first.
 * A file that cannot be read or written costs a warning and a measurement, never an error.
 """
 
@@ -40,7 +40,7 @@ FORMAT = 6
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileKey:
-    """What a profile is valid for. All of it survives a restart of the machine."""
+    """What a profile is valid for. No field changes when the machine restarts."""
 
     device: str
     processor: str
@@ -53,18 +53,18 @@ class ProfileKey:
 
     @property
     def file_name(self) -> str:
-        """Readable, and different for every key."""
+        """A readable file name, different for every key."""
         return key_file_name(dataclasses.asdict(self))
 
 
 def key_file_name(key: Mapping[str, Any]) -> str:
-    """A name for what is kept under ``key``, which has a ``device`` and ``threads``."""
+    """A file name for what is stored under ``key``, which has ``device`` and ``threads``."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9]+', '-', key['device'])}-{key['threads']}-threads-{digest[:16]}.json"
 
 
 def profile_key(device_name: str, directories: Sequence[str]) -> ProfileKey:
-    """The key of this process on this machine, for tensors striped over ``directories``, which exist, in any order."""
+    """The key of this process on this machine, for tensors striped over existing ``directories`` in any order."""
     return ProfileKey(
         device=device_name,
         processor=cpu_model(),
@@ -76,11 +76,11 @@ def profile_key(device_name: str, directories: Sequence[str]) -> ProfileKey:
 
 
 def profile_directory() -> Path:
-    """The directory of all profiles; it need not exist."""
+    """The directory of all profiles. It may not exist."""
     if chosen := os.environ.get(DIRECTORY_VARIABLE):
         return Path(chosen).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     return (Path(cache) if Path(cache).is_absolute() else Path("~/.cache").expanduser()) / "ssdtrain_fx"
 
 
@@ -89,7 +89,7 @@ def profile_path(key: ProfileKey) -> Path:
 
 
 def read_profile(key: ProfileKey) -> Hardware | None:
-    """The stored profile; None where there is none, with a warning where there is one that cannot be used."""
+    """The stored profile. None if there is none, or, with a warning, if it cannot be used."""
     path = profile_path(key)
     try:
         text = path.read_text(encoding="utf-8")
@@ -103,7 +103,7 @@ def read_profile(key: ProfileKey) -> Hardware | None:
         if raw["format"] != FORMAT:
             raise ValueError(f"format {raw['format']}, expected {FORMAT}")
         if raw["key"] != dataclasses.asdict(key):
-            raise ValueError(f"it is for {raw['key']}, expected {dataclasses.asdict(key)}")
+            raise ValueError(f"its key is {raw['key']}, expected {dataclasses.asdict(key)}")
         return Hardware.from_json(json.dumps(raw["hardware"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("The hardware profile %s cannot be used (%s); measuring again.", path, error)
@@ -113,10 +113,10 @@ def read_profile(key: ProfileKey) -> Hardware | None:
 def store_profile(key: ProfileKey, hardware: Hardware, *, replace: bool) -> Hardware:
     """Store ``hardware`` and return the profile to use.
 
-    Without ``replace``, that is the stored one where another process was faster.
+    Without ``replace``, a profile that another process has stored first is kept and returned.
 
     Raises:
-        OSError: it cannot be stored; nothing of it is left behind.
+        OSError: the profile cannot be stored; no part of it remains.
     """
     path = profile_path(key)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,10 +137,10 @@ def store_profile(key: ProfileKey, hardware: Hardware, *, replace: bool) -> Hard
 
 
 def _file_system(directory: str) -> str:
-    """Type, source, size and identifiers of the file system and its drive, as far as the system tells.
+    """Type, source, size and identifiers of the file system and its drive, as far as the system reports them.
 
-    ``f_fsid`` comes from the UUID for ext4 and btrfs, and from the device number for xfs; so what the links in
-    ``/dev/disk/by-uuid`` and the drive itself say is taken along. ``st_dev`` is not: it changes between restarts.
+    ``f_fsid`` comes from the UUID for ext4 and btrfs, but from the device number for xfs. So the links in
+    ``/dev/disk/by-uuid`` and the identifiers of the drive are included too. ``st_dev`` is not: it changes at restarts.
     """
     status = os.statvfs(directory)
     device = Path(directory).stat().st_dev
@@ -152,14 +152,14 @@ def _file_system(directory: str) -> str:
     with contextlib.suppress(OSError):
         block = block.resolve(strict=True)
         for name in ("wwid", "device/wwid", "device/serial", "device/model"):
-            for owner in (block, block.parent):  # a partition, and the drive that it lies on
+            for owner in (block, block.parent):  # a partition, and the drive that it is on
                 with contextlib.suppress(OSError):
                     parts.append(f"{name}={(owner / name).read_text(errors='replace').strip()}")
     return " ".join(part for part in parts if part)
 
 
 def _mount(number: str) -> tuple[str, str]:
-    """Type and source of the mounted file system with this device number; empty where the system does not tell."""
+    """Type and source of the mounted file system with this device number; empty if the system does not report them."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -174,7 +174,7 @@ def _mount(number: str) -> tuple[str, str]:
 
 
 def _uuids(source: str) -> list[str]:
-    """Names in ``/dev/disk/by-uuid`` that lead to ``source``."""
+    """Names in ``/dev/disk/by-uuid`` that link to ``source``."""
     directory = Path("/dev/disk/by-uuid")
     try:
         return sorted(link.name for link in directory.iterdir() if link.resolve() == Path(source).resolve())

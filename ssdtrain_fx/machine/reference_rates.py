@@ -1,4 +1,4 @@
-"""What else is known about an SSD, to compare a measured profile with: what ``fio`` reaches in the same directories."""
+"""Reference rates of an SSD, to compare with a measured profile: what ``fio`` reaches in the same directories."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 FIO_ENGINES = ("io_uring", "libaio")
-"""In this order: kernels and containers may refuse io_uring."""
+"""Tried in this order: kernels and containers may refuse io_uring."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceRates:
-    """Sequential rates of a drive, or of several together; None where nothing is known."""
+    """Sequential rates of one drive, or of several together. None: not known."""
 
     write_bytes_per_s: float | None = None
     read_bytes_per_s: float | None = None
 
 
 def run_fio(directories: Sequence[str], *, seconds: int = 3, size_bytes: int = 512 << 20) -> ReferenceRates | None:
-    """Let ``fio`` write and read one file in each directory at the same time, with direct I/O; None where it is missing
-    or fails."""
+    """Let ``fio`` write, then read, one file in each directory, all directories at the same time and with direct I/O.
+
+    None if ``fio`` is missing or fails.
+    """
     fio = shutil.which("fio")
     if fio is None:
         return None
@@ -57,5 +59,5 @@ def _rate(fio: str, folders: Sequence[str], direction: str, seconds: int, size_b
 
 
 def _escaped(path: str) -> str:
-    """fio takes a colon for the end of a path."""
+    """Escape colons: fio takes a colon as the end of a path."""
     return path.replace(":", "\\:")

@@ -1,4 +1,4 @@
-"""What this machine is, as far as the system tells: for results, and for people who ask."""
+"""What the system reports about this machine, for results and diagnostics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK_DEVICES = Path("/sys/dev/block")
 
 
 def cpu_model() -> str:
-    """Such as "AMD EPYC 9654 96-Core Processor"; "" where neither the kernel nor Python knows."""
+    """The processor, such as "AMD EPYC 9654 96-Core Processor"; "" if neither the kernel nor Python knows it."""
     try:
         info = CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -22,7 +22,7 @@ def cpu_model() -> str:
 
 
 def block_device(directory: str) -> str | None:
-    """Kernel name of the disk or partition below a directory, such as "nvme0n1p2"; None where there is none to name."""
+    """Kernel name of the disk or partition that holds a directory, such as "nvme0n1p2"; None if it has none."""
     number = Path(directory).stat().st_dev
     entry = BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}"
     return entry.resolve().name if entry.exists() else None

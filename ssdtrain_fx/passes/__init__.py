@@ -1,1 +1,1 @@
-"""FX passes: they know graphs, storages and plans, and touch no file and no stream."""
+"""FX passes. They work on graphs, storages and plans, and use no files or streams."""

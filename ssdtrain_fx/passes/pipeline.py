@@ -1,10 +1,10 @@
-"""The pipeline, on one screen: from a partitioned training step to one that offloads.
+"""The pipeline: from a partitioned training step to one that offloads saved activations.
 
     join -> passes_before_planning -> analyse -> choose a plan -> passes_of_plan -> split
 
-A plan is chosen from the plan without recomputation and one for each proposed set of recomputations (or the policy of
-the user makes the only one). What a set changes is planned on a copy of the graph: insert_recomputations -> analyse ->
-pose_problem -> plan_offloads.
+Plans are compared: one without recomputation, and one for each proposed set of recomputations. A set changes the graph,
+so its plan is made on a copy: insert_recomputations -> analyse -> pose_problem -> plan_offloads. If the user passes a
+policy, apply_policy makes the only plan.
 """
 
 from __future__ import annotations
@@ -109,13 +109,13 @@ class OffloadedStep:
     backward: fx.GraphModule
     plan: Plan
     problem: TransferProblem
-    """What the plan is an answer to."""
+    """The problem that the plan solves."""
     costs: CostSources
     """Where the seconds in ``problem`` come from."""
     timeline: Timeline | None
-    """None unless ``describe`` was asked for."""
+    """None unless ``describe`` is set."""
     joint_before: str
-    """The scheduled joint graph as text, before and after; both empty unless ``describe`` was asked for."""
+    """The scheduled joint graph as text, before and after the pipeline. Both are empty unless ``describe`` is set."""
     joint_after: str
 
 
@@ -135,15 +135,16 @@ def offload_saved_tensors(
     Args:
         forward, backward: as a partitioner of ``functorch.compile`` returns them; neither is changed.
         num_forward_outputs: how many results of ``forward`` are not saved for backward.
-        hardware: what the plan is made for.
-        times: measured times of what is not fused. None: all nodes are by roofline.
-        describe: also tell the timeline and print the graph before and after: seconds for thousands of nodes.
+        hardware: the hardware that the plan is made for.
+        times: measured times of nodes that are not fused. None: every time is a roofline estimate.
+        describe: also return the timeline and the graph before and after as text. This takes seconds for thousands of
+            nodes.
         activation_inputs: see :func:`~ssdtrain_fx.passes.analysis.chains.find_activation_inputs`.
 
     Raises:
-        BudgetError: ``memory_budget_bytes`` is out of reach.
-        PolicyError: a policy of the user decided what is not legal.
-        PassError: a pass of the user returned what cannot be compiled.
+        BudgetError: no plan stays within ``memory_budget_bytes``.
+        PolicyError: the user's policy returned an illegal decision.
+        PassError: a user's pass returned a graph that cannot be compiled.
         InternalError: the rewritten graph breaks an invariant.
     """
     with _garbage_left_for_later():
@@ -153,9 +154,10 @@ def offload_saved_tensors(
 
 @contextlib.contextmanager
 def _garbage_left_for_later() -> Generator[None]:
-    """No search for garbage: a full one walks the whole heap of a compilation, and graphs are many small objects.
+    """Disable the garbage collector while planning.
 
-    It takes a quarter of the time of planning otherwise. What is garbage by then is found afterwards.
+    A full collection walks the whole heap of a compilation, and graphs are many small objects: collections would take a
+    quarter of the planning time. Garbage from planning is collected afterwards.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -182,8 +184,8 @@ def _offload(
     planned = _choose(analysis, config, hardware, times)
     joint, plan, costs = planned.analysis.joint, planned.plan, planned.analysis.cost_sources
     log.info(
-        "predicted activation peak %s -> %s, %+.1f %% of the step time, %s out and back in %d of %d saved storages, "
-        "%d of them by the host tier, %d made again",
+        "predicted activation peak %s -> %s, %+.1f %% step time, %s offloaded in %d of %d saved storages "
+        "(%d of them in the host tier), %d recomputed",
         format_bytes(plan.peak_before_bytes),
         format_bytes(plan.peak_after_bytes),
         100 * plan.slowdown,
@@ -218,7 +220,7 @@ def _run(passes: Sequence[JointPass], joint: ScheduledJointGraph) -> ScheduledJo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A plan, and what it was made for."""
+    """A plan, with the analysis and the problem it was made for."""
 
     analysis: Analysis
     problem: TransferProblem
@@ -226,7 +228,7 @@ class PlannedStep:
 
     @property
     def left_behind_bytes(self) -> int:
-        """What is in memory between forward and backward."""
+        """Bytes that stay in memory between forward and backward."""
         movable_bytes = sum(movable.size_bytes for movable in self.problem.movables)
         return self.problem.fixed_live_bytes[self.problem.marker] + movable_bytes - self.plan.offloaded_bytes
 
@@ -242,10 +244,10 @@ def _analyse(joint: ScheduledJointGraph, config: Options, hardware: Hardware, ti
 
 
 def _choose(analysis: Analysis, config: Options, hardware: Hardware, times: Times | None) -> PlannedStep:
-    """The best of the plans with and without recomputation; plain offloading where they are equal.
+    """Return the best plan, with or without recomputation. On a tie, the plan without recomputation wins.
 
     Raises:
-        BudgetError: none of them meets the budget.
+        BudgetError: no plan meets the budget.
     """
     problem = pose_problem(analysis, hardware=hardware, host=config.host_tier(hardware))
     if callable(config.policy):
@@ -282,7 +284,7 @@ def _recompute(
     hardware: Hardware,
     times: Times | None,
 ) -> tuple[Analysis, TransferProblem]:
-    """What is left to plan when ``recomputations`` are made; the graph itself is not touched."""
+    """Insert ``recomputations`` into a copy of the graph. Return its analysis and the problem that is left to plan."""
     if not recomputations:
         return analysis, problem
     joint, copy_of = analysis.joint.copy()
@@ -293,9 +295,10 @@ def _recompute(
 
 
 def _cannot_win(analysis: Analysis, problem: TransferProblem, found: Sequence[PlannedStep], config: Options) -> bool:
-    """Is one of ``found`` better than every plan for ``problem``? Asked before one is made, which takes its time.
+    """Whether a plan in ``found`` is already better than any plan for ``problem``, or none would be allowed.
 
-    No plan exposes less than what runs again, and none has a peak below the floor.
+    The check saves the time of planning. A plan exposes at least the time of its recomputations, and its peak is never
+    below the floor.
     """
     least_s = problem.recompute_s - ROUNDING * problem.step_s
     if config.memory_budget_bytes is not None:
@@ -319,7 +322,7 @@ def _plan(
     recomputations: Sequence[Recomputation],
     config: Options,
 ) -> PlannedStep:
-    """Plan the offloads of what :func:`_recompute` has left."""
+    """Plan the offloads that remain after :func:`_recompute`."""
     plan = plan_offloads(
         rewritten,
         problem,

@@ -1,4 +1,4 @@
-"""Look inside: what would be offloaded, and why not the rest. Text, JSON, graphs and a page for the browser."""
+"""Reports on a plan: what is offloaded, and why the rest is not. As text, JSON, graphs and an HTML page."""
 
 from ssdtrain_fx.report.explain import explain
 from ssdtrain_fx.report.graph_report import GraphReport

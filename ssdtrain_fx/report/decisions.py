@@ -1,4 +1,4 @@
-"""How each kind of decision is shown. One line for each, and for each tier; the rest of the report asks here."""
+"""How the report shows each kind of decision: one style per kind and per tier."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ssdtrain_fx.passes.planning.plan import Offload, PlannedDecision
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Style:
-    """For people."""
+    """How a decision is displayed."""
 
     name: str
     color: str
@@ -18,18 +18,18 @@ class Style:
 
 
 STYLES = {
-    "Offload": Style("offload", "#0c7f74", "leaves memory in forward and comes back in backward"),
+    "Offload": Style("offload", "#0c7f74", "is written to the SSD in forward and reloaded in backward"),
     "Keep": Style("keep", "#6f757e", "stays in memory"),
-    "Recompute": Style("recompute", "#8f55c8", "is forgotten in forward and made again in backward"),
+    "Recompute": Style("recompute", "#8f55c8", "is freed in forward and recomputed in backward"),
 }
-"""By the class of the decision."""
+"""By class name of the decision."""
 
-ON_HOST = Style("host", "#4d7fa8", "leaves the GPU in forward for pinned host memory and comes back in backward")
-"""An offload that gets no further."""
+ON_HOST = Style("host", "#4d7fa8", "is copied to pinned host memory in forward and reloaded in backward")
+"""For an offload to the host tier."""
 
 
 def style_of(decision: PlannedDecision) -> Style:
-    """A decision that nobody has styled yet shows under the name of its class."""
+    """The style of ``decision``. A kind without a style is shown under its class name."""
     if isinstance(decision, Offload) and decision.tier == "host":
         return ON_HOST
     kind = type(decision).__name__

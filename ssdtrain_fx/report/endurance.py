@@ -1,10 +1,10 @@
-"""How long a drive lasts that is written to at the rate of a plan.
+"""Predict how long a drive lasts at the write rate of a plan.
 
     lifetime = rated bytes / bytes per step * time per step
 
-The model of SSDTrain (Wu et al., 2024). It counts what the plan writes, and no other writes, write amplification or
-over-provisioning: large sequential writes, as here, are what ratings allow the most of. Time between steps (optimizer,
-data) is not counted either; with it the drive lasts longer.
+This is the model of SSDTrain (Wu et al., 2024). It counts the bytes that the plan writes. It ignores other writes,
+write amplification and over-provisioning: ratings are most generous for large sequential writes, as here. It also
+ignores the time between steps (optimizer, data loading), with which the drive lasts longer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ssdtrain_fx.errors import ConfigError
 
 TB = 10**12
 ASSUMED_ENDURANCE_BYTES = 600 * TB
-"""What makers commonly promise for a client drive of 1 TB. Data-centre drives: one to three drive writes per day for
-five years, 1800 to 5500 TB for each TB."""
+"""A common rating for a client drive of 1 TB. Data-centre drives are rated for one to three drive writes per day for
+five years, which is 1800 to 5500 TB per TB of capacity."""
 
 DAY_S = 24 * 3600.0
 YEAR_S = 365.25 * DAY_S
@@ -24,41 +24,41 @@ YEAR_S = 365.25 * DAY_S
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Endurance:
-    """A drive at work.
+    """The wear of a drive under a constant write rate.
 
     Raises:
         ConfigError: the rating is not above 0.
     """
 
     rated_bytes: int
-    """All that may be written to it, as its data sheet has it (TBW times 10**12)."""
+    """Total bytes that may be written to it according to its data sheet (TBW times 10**12)."""
     written_bytes: int
-    """Per step."""
+    """Bytes written per step."""
     step_s: float
 
     def __post_init__(self) -> None:
         if self.rated_bytes <= 0:
             raise ConfigError(
-                f"The rated endurance of the drive is {self.rated_bytes} bytes; expected more than 0: "
-                "the TBW of its data sheet times 10**12."
+                f"The rated endurance of the drive is {self.rated_bytes} bytes; expected more than 0. "
+                "Use the TBW of its data sheet times 10**12."
             )
 
     @property
     def lifetime_s(self) -> float:
-        """Infinite when nothing is written."""
+        """Seconds until the rating is used up; infinite when nothing is written."""
         return self.rated_bytes / self.written_bytes * self.step_s if self.written_bytes else float("inf")
 
     def __str__(self) -> str:
         drive = f"a drive rated for {self.rated_bytes / TB:,.4g} TB"
         if not self.written_bytes:
-            return f"{drive} is not worn"
+            return f"{drive} is not written to"
         return f"at this rate {drive} lasts {format_lifetime(self.lifetime_s)}"
 
 
 def format_lifetime(seconds: float) -> str:
-    """Days up to two years, then years."""
+    """Format a lifetime in days up to two years, and in years beyond that."""
     if seconds == float("inf"):
-        return "for ever"
+        return "forever"
     if seconds < 2 * YEAR_S:
         days = seconds / DAY_S
         return f"{days:.1f} days" if days < 10 else f"{days:,.0f} days"

@@ -1,4 +1,4 @@
-"""Trace a call as the backend would, and stop before code is generated. Nothing touches a disk."""
+"""Trace a call as the backend would, and stop before code generation. Nothing is written to the SSD."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ def explain(
     rated_endurance_bytes: int = ASSUMED_ENDURANCE_BYTES,
     **kwargs: Any,
 ) -> Report:
-    """What the backend would do with ``model(*inputs, **kwargs)``.
+    """Report what the backend would do with ``model(*inputs, **kwargs)``.
 
-    Traces the call as ``torch.compile(model, backend=ssdtrain_fx.backend(config))`` would and stops before code is
-    generated. Nothing is computed: the traced call returns zeros, and buffers get their values back. With
-    ``costs="measured"`` ops that have not been measured yet run, each by itself, on made-up numbers.
+    Traces the call as ``torch.compile(model, backend=ssdtrain_fx.backend(config))`` would, and stops before code
+    generation. Nothing is computed: the traced call returns zeros, and buffers are restored to their values. With
+    ``costs="measured"``, each op that has not been measured yet runs by itself, on synthetic data.
 
-    Compile caches are not asked, and are left as they are. Code that came out of a warm one follows this very plan: the
-    key of Inductor's cache names the configuration, the hardware profile, the file of measured times and the source of
-    this package, and these and the graph are all that a plan depends on.
+    Compile caches are neither read nor changed. Code from a warm cache follows the same plan as this report: a plan
+    depends only on the graph, the configuration, the hardware profile, the file of measured times and the source of
+    this package, and all of these are part of the key of Inductor's cache.
 
     Args:
-        model: a module or a function; a compiled module is explained by the module in it.
-        inputs: as for the model. They should require gradients where they do in training.
-        config: what the backend would get; None means the defaults.
-        rated_endurance_bytes: what may be written to the drive in all, for the prediction of its lifetime: the TBW of
+        model: a module or a function. For a compiled module, the original module is explained.
+        inputs: the arguments of ``model``. They should require gradients where they do in training.
+        config: configuration of the backend; None means the defaults.
+        rated_endurance_bytes: total bytes that may be written to the drive, used to predict its lifetime: the TBW of
             its data sheet times 10**12. The default is 600 TB, common for client drives of 1 TB.
 
     Raises:
         ConfigError: ``rated_endurance_bytes`` is not above 0.
-        BudgetError: ``config.memory_budget_bytes`` is out of reach.
+        BudgetError: ``config.memory_budget_bytes`` cannot be met.
     """
     from ssdtrain_fx.compiler.inductor import trace_with_inductor
 
     config = OffloadConfig() if config is None else config
-    Endurance(rated_endurance_bytes, 0, 0.0)  # refused before anything is traced
+    Endurance(rated_endurance_bytes, 0, 0.0)  # validate before tracing
     steps: list[OffloadedStep] = []
 
     def trace(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -59,6 +59,6 @@ def explain(
     graphs = tuple(
         GraphReport(step.plan, step.timeline, step.problem, step.costs, step.joint_before, step.joint_after)
         for step in steps
-        if step.timeline is not None  # always: the steps were observed
+        if step.timeline is not None  # never None here: observed steps have one
     )
     return Report(graphs, rated_endurance_bytes)

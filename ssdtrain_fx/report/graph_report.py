@@ -1,4 +1,4 @@
-"""What is told about one training graph."""
+"""The report on one training graph."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class GraphReport:
 
     plan: Plan
     timeline: Timeline
-    """When which node runs and which storage is where, before and after."""
+    """When each node runs and where each storage is, before and after."""
     problem: TransferProblem
-    """What the plan is an answer to: seconds and bytes of the graph, and the hardware."""
+    """The problem that the plan solves: seconds and bytes of the graph, and the hardware."""
     costs: CostSources
     """Where the seconds in ``problem`` come from."""
     joint_before: str
     joint_after: str
 
     def endurance(self, rated_bytes: int) -> Endurance:
-        """The drive under this graph alone."""
+        """Drive lifetime if only this graph runs."""
         return Endurance(rated_bytes, self.plan.written_bytes, self.plan.step_s + self.plan.exposed_s)
 
     def summary(self, rated_endurance_bytes: int) -> str:
-        """One line: did it help, and what does it cost?"""
+        """One line: memory saved, time added, and drive lifetime."""
         plan = self.plan
         peaks = f"{format_bytes(plan.peak_before_bytes)} -> {format_bytes(plan.peak_after_bytes)}"
         on_host = f", up to {format_bytes(plan.host_peak_bytes)} in host memory" if plan.on_host else ""
@@ -53,7 +53,7 @@ class GraphReport:
         )
 
     def decided(self) -> str:
-        """One line: how many saved storages of the graph itself meet which fate."""
+        """One line: number of saved storages per decision, without inputs."""
         names = [style_of(storage.decision).name for storage in self.plan.storages if not storage.is_input]
         counts = collections.Counter(names)
         return f"{len(names)} saved storages: " + (", ".join(f"{counts[name]} {name}" for name in counts) or "none")
@@ -61,8 +61,8 @@ class GraphReport:
     def optimality(self, config: OffloadConfig, *, time_limit_s: float = 60) -> str:
         """One line: how far the plan is from the lowest peak that any placement can reach in the same time.
 
-        Solves the problem exactly, which takes minutes from some fifty storages on; then the bound counts. The exact
-        planner knows no host tier: a plan with one may be below the bound.
+        Solves the problem exactly, which takes minutes for about fifty storages or more; if the time limit is reached,
+        the proven bound is reported. The exact planner has no host tier, so a plan with one may be below the bound.
         """
         from ssdtrain_fx.passes.planning.solve_exactly import solve_exactly  # scipy takes a second to import
 
@@ -70,7 +70,7 @@ class GraphReport:
         exact = solve_exactly(self.problem, max_slowdown=allowed, time_limit_s=time_limit_s)
         found = self.plan.peak_after_bytes
         above = found / exact.lower_bound_bytes - 1 if exact.lower_bound_bytes else 0.0
-        tier, this = (", no host tier", "this plan has one and") if self.plan.on_host else ("", "this plan")
+        tier, this = (", no host tier", "this plan has a host tier and") if self.plan.on_host else ("", "this plan")
         where = f"at most {100 * above:.1f} % above the optimum" if above >= 0 else f"{-100 * above:.1f} % below that"
         return (
             f"exact planner, {100 * allowed:.1f} % of the step time allowed{tier}: no placement has a peak below "
@@ -78,30 +78,30 @@ class GraphReport:
         )
 
     def where(self) -> str:
-        """Where the peak stands before and after, and how far down it could go."""
+        """Where the peak is before and after, and how low it could be."""
         plan = self.plan
         lines = [
             f"{name:7}{_describe_peak(peak)}"
             for name, peak in (("before", plan.peak_before), ("after", plan.peak_after))
         ]
         if plan.peak_after_bytes == plan.floor_bytes:
-            lines.append("that is the floor: what is live there is being worked on, or cannot move")
+            lines.append("this is the floor: everything live there is in use or cannot move")
         else:
-            lines.append(f"floor  {format_bytes(plan.floor_bytes)}, with everything moved at any cost in time")
+            lines.append(f"floor  {format_bytes(plan.floor_bytes)}, if everything moved at any cost in time")
         return "\n".join(lines)
 
     def rows(self, sort: Sort = "order", *, fold: bool = True) -> list[Row]:
-        """The saved storages that the graph makes, without inputs; see :func:`~ssdtrain_fx.report.table.make_rows`."""
+        """Saved storages that the graph allocates, without inputs; see :func:`~ssdtrain_fx.report.table.make_rows`."""
         made = [storage for storage in self.plan.storages if not storage.is_input]
         modules = {node.name: node.module for node in self.timeline.before.nodes}
         return make_rows(made, modules, sort=sort, fold=fold)
 
     def table(self, sort: Sort = "order", *, fold: bool = True) -> str:
-        """Saved storages that the graph makes, equal layers in one row; inputs are counted below.
+        """Table of the saved storages that the graph allocates, equal layers in one row. A last line counts the inputs.
 
         Args:
             sort: ``order`` (of forward), ``size``, ``name`` or ``decision``.
-            fold: False gives every storage a row.
+            fold: False gives every storage a separate row.
 
         Raises:
             ConfigError: ``sort`` is unknown.
@@ -114,30 +114,31 @@ class GraphReport:
         )
 
     def diff(self, *, context: int = 3) -> str:
-        """The printed graph before and after, as a unified diff; empty when nothing moves. Where values are freed, and
-        the directories of source files, are left out."""
+        """Unified diff of the printed graph before and after; empty when the graph does not change. Leaves out where
+        values are freed and the directories of source files."""
         return "\n".join(diff_graphs(self.joint_before, self.joint_after, context=context))
 
     def to_networkx(self, *, after: bool = True) -> nx.DiGraph[str]:
-        """Nodes and storages of the rewritten graph, or with ``after=False`` of the one before, and who makes, reads,
-        views and frees what: see :func:`~ssdtrain_fx.passes.analysis.dependencies.find_dependencies`."""
+        """The rewritten graph, or with ``after=False`` the original one: its nodes and storages, and which node makes,
+        reads, views and frees which storage. See
+        :func:`~ssdtrain_fx.passes.analysis.dependencies.find_dependencies`."""
         return find_dependencies(self.timeline.after if after else self.timeline.before)
 
     def to_dot(self, *, after: bool = True, around: str | None = None, hops: int = 2) -> str:
-        """The graph in Graphviz's language, storages in the colour of their decision.
+        """The graph in the DOT language, storages in the colour of their decision.
 
         Args:
-            around: name of a storage; only what lies within ``hops`` edges of it and of its four nodes is drawn.
+            around: name of a storage. Draws only the nodes within ``hops`` edges of it and of its four inserted nodes.
 
         Raises:
-            SSDTrainError: no node has to do with ``around``.
+            SSDTrainError: the graph has no node or storage named ``around``.
         """
         schedule = self.timeline.after if after else self.timeline.before
         colors = {storage.name: style_of(storage.decision).color for storage in self.plan.storages}
         return to_dot(schedule, colors=colors, around=around, hops=hops)
 
     def to_svg(self, *, after: bool = True, around: str | None = None, hops: int = 2) -> str:
-        """:meth:`to_dot`, drawn by Graphviz. A whole graph of thousands of nodes takes it minutes: use ``around``.
+        """:meth:`to_dot`, rendered by Graphviz. A graph of thousands of nodes takes minutes; use ``around``.
 
         Raises:
             SSDTrainError: the program ``dot`` is not installed or fails, or as in :meth:`to_dot`.

@@ -1,4 +1,4 @@
-"""The graph before and after: as a diff, and as a picture."""
+"""The graph before and after, as a diff and as a drawing."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def diff_graphs(before: str, after: str, *, context: int | None = 3) -> list[str
 
 
 def code_lines(text: str) -> list[str]:
-    """The lines of a printed graph without what would hide a change or says nothing.
+    """The lines of a printed graph, without the parts that clutter a diff.
 
-    ``; a = b = None`` behind a line frees what is read for the last time, and moves whenever a later reader is added.
-    Directories of source files are nobody's business, and the signature of a large graph has thousands of letters.
+    ``; a = b = None`` at the end of a line frees values after their last read, and moves whenever a later reader is
+    added. Directories of source files are removed because they are private. Long lines are cut: the signature of a
+    large graph has thousands of characters.
     """
     lines: list[str] = []
     for line in text.splitlines():
@@ -45,11 +46,11 @@ def code_lines(text: str) -> list[str]:
 
 
 def to_dot(schedule: Schedule, *, colors: Mapping[str, str], around: str | None = None, hops: int = 2) -> str:
-    """The graph in Graphviz's language, in the order of execution, inserted nodes in colour.
+    """The graph in the DOT language, in execution order, inserted nodes in colour.
 
     Args:
-        colors: of storages, by name.
-        around: only what lies within ``hops`` edges of the nodes of this storage.
+        colors: colours of storages, by name.
+        around: draw only the nodes within ``hops`` edges of the nodes of this storage.
     """
     shown = {node.name for node in schedule.nodes} if around is None else _neighbourhood(schedule, around, hops)
     lines = [
@@ -71,21 +72,23 @@ def to_dot(schedule: Schedule, *, colors: Mapping[str, str], around: str | None 
 
 
 def render_svg(dot: str) -> str:
-    """Let Graphviz draw.
+    """Render DOT text with Graphviz.
 
     Raises:
         SSDTrainError: ``dot`` is not installed, fails, or takes longer than GRAPHVIZ_TIMEOUT_S.
     """
     program = shutil.which("dot")
     if program is None:
-        raise SSDTrainError("Graphviz draws the graph, and its program `dot` is not installed. to_dot() does without.")
+        raise SSDTrainError(
+            "Graphviz's program `dot` is not installed. Install Graphviz, or use to_dot(), which does not need it."
+        )
     try:
         done = subprocess.run(
             [program, "-Tsvg"], input=dot, capture_output=True, text=True, check=False, timeout=GRAPHVIZ_TIMEOUT_S
         )
     except subprocess.TimeoutExpired as error:
         raise SSDTrainError(
-            f"Graphviz did not finish in {GRAPHVIZ_TIMEOUT_S} s. Draw a part of the graph: to_svg(around=...)."
+            f"Graphviz did not finish in {GRAPHVIZ_TIMEOUT_S} s. Draw only a part of the graph: to_svg(around=...)."
         ) from error
     if done.returncode != 0:
         raise SSDTrainError(f"Graphviz failed: {done.stderr.strip()}")
@@ -97,7 +100,9 @@ def _neighbourhood(schedule: Schedule, storage: str, hops: int) -> set[str]:
     graph = find_dependencies(schedule).subgraph(nodes)
     seeds = [node.name for node in schedule.nodes if storage in (node.name, node.storage)]
     if not seeds:
-        raise SSDTrainError(f"No node of the graph is or moves {storage!r}.")
+        raise SSDTrainError(
+            f"The graph has no node or storage named {storage!r}. Use a name from the first column of the table."
+        )
     either_way = graph.to_undirected(as_view=True)
     near: set[str] = set()
     for seed in seeds:

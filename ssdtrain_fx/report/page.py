@@ -1,6 +1,6 @@
-"""One HTML page with everything in it: the template next to this file, and the report as data inside.
+"""The report as one self-contained HTML page: the template next to this file, with the report embedded as data.
 
-The data is a compact form of the report for this page alone. What other programs read is ``Report.to_json``.
+The data is a compact form for this page only. Other programs should read ``Report.to_json``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ PLACE_OF_DATA = "/*REPORT*/"
 
 
 def render_page(graphs: Sequence[GraphReport], *, rated_endurance_bytes: int) -> str:
-    """The page as text.
+    """Return the page as text.
 
     Args:
         rated_endurance_bytes: of the drive whose lifetime is shown.
     """
     template = importlib.resources.files("ssdtrain_fx.report").joinpath("page.html").read_text(encoding="utf-8")
     before, after = template.split(PLACE_OF_DATA)
-    # "<" could end the element that holds the data.
+    # An unescaped "<" could close the script element that holds the data.
     data = json.dumps(_page_data(graphs, rated_endurance_bytes), separators=(",", ":"), ensure_ascii=False).replace(
         "<", "\\u003c"
     )
@@ -98,7 +98,7 @@ def _row_data(row: Row, idx_of: dict[str, int]) -> dict[str, Any]:
 
 
 def _schedule_data(schedule: Schedule, texts: _Texts) -> dict[str, Any]:
-    """By column, texts by number: thousands of nodes share few of them."""
+    """Columns instead of rows, and texts by number, because thousands of nodes share few texts."""
     nodes = schedule.nodes
     return {
         "marker": schedule.marker,
@@ -114,7 +114,7 @@ def _schedule_data(schedule: Schedule, texts: _Texts) -> dict[str, Any]:
 
 
 class _Texts:
-    """Each text once."""
+    """A table of texts that stores each text once."""
 
     def __init__(self) -> None:
         self.all: list[str] = []
@@ -128,6 +128,6 @@ class _Texts:
 
 
 def _marked_lines(graph: GraphReport) -> str:
-    """All lines of both graphs, each behind the mark that it has in a unified diff."""
+    """All lines of both graphs, each prefixed with its mark in a unified diff."""
     lines = diff_graphs(graph.joint_before, graph.joint_after, context=None)[3:]
     return "\n".join(lines or (f" {line}" for line in code_lines(graph.joint_after)))

@@ -1,6 +1,6 @@
-"""Run one pass on a scheduled joint graph, and show what it found: rows for people and machines, and the new graph.
+"""Run one pass on a scheduled joint graph and show its result: rows for people and programs, and the new graph.
 
-Why: a graph that somebody attached to a bug report can be looked at pass by pass, on a machine without their model.
+A graph from a bug report can be examined pass by pass this way, on a machine without the model.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ Row = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PassResult:
-    """What a pass found or did."""
+    """The result of a pass."""
 
     summary: str
     rows: tuple[Row, ...]
-    """All with the same keys; values are numbers, texts, or lists of texts."""
+    """All rows have the same keys. Values are numbers, strings, or lists of strings."""
     rewritten: ScheduledJointGraph | None = None
-    """The graph, where the pass changes it. It is the one that was given, rewritten in place."""
+    """The graph, if the pass changes it. It is the given graph, rewritten in place."""
 
 
 Pass = Callable[[ScheduledJointGraph, OffloadConfig], PassResult]
 
 
 def run_pass(name: str, joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
-    """Run the pass called ``name`` with the options that the backend would have.
+    """Run the pass called ``name`` with the options of the backend.
 
     Raises:
         KeyError: there is no such pass; see :data:`PASSES`.
-        BudgetError: ``memory_budget_bytes`` is out of reach.
+        BudgetError: ``memory_budget_bytes`` is below the lowest peak that a plan can reach.
         InternalError: the graph breaks an invariant.
     """
     return PASSES[name](joint, config)
@@ -74,7 +74,7 @@ def _alias_sets(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult
 
 
 def _candidates(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
-    """Which saved storages may move, and why not the others."""
+    """Which saved storages may be offloaded, and why the others may not."""
     found = find_candidates(joint, find_alias_sets(joint.graph), min_tensor_bytes=config.min_tensor_bytes)
     rows = tuple(
         {
@@ -87,23 +87,23 @@ def _candidates(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult
         for candidate in found
     )
     movable = sum(row["moves"] is not None for row in rows)
-    return PassResult(summary=f"{movable} of {len(rows)} saved storages may move", rows=rows)
+    return PassResult(summary=f"{movable} of {len(rows)} saved storages may be offloaded", rows=rows)
 
 
 def _liveness(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
-    """When each storage is live if nothing moves, every node a kernel of its own."""
+    """When each storage is live if nothing is offloaded and each node is a separate kernel."""
     alias_sets = find_alias_sets(joint.graph)
     return _describe_intervals(joint, alias_sets, find_live_intervals(joint.graph, alias_sets).values())
 
 
 def _fuse_intervals(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
-    """As liveness, but without what Inductor's fused kernels keep out of memory."""
+    """Like liveness, but without what Inductor's fused kernels keep out of memory."""
     analysis = _analyse(joint, dataclasses.replace(config, inner="inductor"))
     return _describe_intervals(joint, analysis.alias_sets, analysis.intervals.values())
 
 
 def _node_costs(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
-    """Seconds of every node that takes time, on the hardware that is planned for, and where they come from."""
+    """Seconds of every node that takes time on the planned hardware, and their source."""
     analysis = _analyse(joint, config)
     rows = tuple(
         {
@@ -119,7 +119,7 @@ def _node_costs(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult
 
 
 def _copy_out_views(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
-    """Save copies of small views that hold large storages."""
+    """Save copies of small views that keep large storages alive."""
     before = set(joint.saved)
     rewritten = copy_out_views(joint, min_tensor_bytes=config.min_tensor_bytes)
     rows = tuple({"saved instead": node.name} for node in rewritten.saved if node not in before)
@@ -127,7 +127,7 @@ def _copy_out_views(joint: ScheduledJointGraph, config: OffloadConfig) -> PassRe
 
 
 def _recomputations(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
-    """Which saved storages backward could make again, and from what."""
+    """Which saved storages backward could recompute, and from what."""
     alias_sets = find_alias_sets(joint.graph)
     candidates = find_candidates(joint, alias_sets, min_tensor_bytes=config.min_tensor_bytes)
     found = find_recomputations(joint, alias_sets, candidates, fused=config.inner == "inductor")
@@ -140,17 +140,17 @@ def _recomputations(joint: ScheduledJointGraph, config: OffloadConfig) -> PassRe
         }
         for one in found.values()
     )
-    return PassResult(summary=f"{len(rows)} of {len(candidates)} saved storages could be made again", rows=rows)
+    return PassResult(summary=f"{len(rows)} of {len(candidates)} saved storages could be recomputed", rows=rows)
 
 
 def _plan(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
-    """Keep or offload each saved storage, and what that is predicted to do. Nothing is made again."""
+    """Keep or offload each saved storage, and the predicted effect. Nothing is recomputed."""
     _, plan = _make_plan(joint, config)
     return _describe_plan(plan, None)
 
 
 def _insert_offloads(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
-    """Plan, and put the four ops into the graph."""
+    """Make a plan, and insert the four ops into the graph."""
     analysis, plan = _make_plan(joint, config)
     rewritten = insert_offloads(
         joint,
@@ -183,7 +183,7 @@ PASSES: Mapping[str, Pass] = {
     "insert_offloads": _insert_offloads,
     "verify_offloads": _verify_offloads,
 }
-"""By name, in the order in which the pipeline needs them. The docstring of each says what it shows."""
+"""Passes by name, in the order in which the pipeline needs them. The docstring of each says what it shows."""
 
 
 def _analyse(joint: ScheduledJointGraph, config: OffloadConfig) -> Analysis:

@@ -1,4 +1,4 @@
-"""Frozen dataclasses from what JSON made of them. ``dataclasses.asdict`` is the way there."""
+"""Build frozen dataclasses from JSON values: the inverse of ``dataclasses.asdict``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Value = TypeVar("Value")
 
 
 def from_plain(kind: type[Value], plain: Any) -> Value:
-    """The ``kind`` that was written as dicts, lists, texts and numbers.
+    """Build a ``kind`` from dicts, lists, strings and numbers.
 
-    A field that is a union of dataclasses is read as the one that has the fields found.
+    A field that is a union of dataclasses becomes the dataclass with exactly the fields found.
 
     Raises:
         ValueError: a field is missing, unknown or of the wrong type; the message says where.

@@ -17,34 +17,34 @@ from ssdtrain_fx.report.plain_values import from_plain
 from ssdtrain_fx.report.table import Sort
 
 SCHEMA = "ssdtrain_fx.report/1"
-"""Changes with every change of a field that is there already; new fields alone do not count."""
+"""Incremented when an existing field changes; new fields do not count."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What ``explain`` returns. ``print(report)`` shows everything but the graphs; ``save`` writes a page with all."""
+    """What ``explain`` returns. ``print(report)`` shows everything but the graphs; ``save`` writes an HTML page."""
 
     graphs: tuple[GraphReport, ...]
     """One per compiled graph: several when Dynamo breaks the graph, none for code without gradients."""
     rated_endurance_bytes: int = ASSUMED_ENDURANCE_BYTES
-    """Of the drive whose lifetime is told."""
+    """Rating of the drive whose lifetime is predicted."""
 
     @property
     def plan(self) -> Plan:
         """The plan of the only graph.
 
         Raises:
-            ValueError: there is not exactly one.
+            ValueError: the report does not have exactly one graph.
         """
         if len(self.graphs) != 1:
             raise ValueError(
-                f"This report has {len(self.graphs)} graphs; expected one. Use report.graphs, which have a plan each."
+                f"This report has {len(self.graphs)} graphs; expected one. Each of report.graphs has its own plan."
             )
         return self.graphs[0].plan
 
     @property
     def endurance(self) -> Endurance:
-        """The drive under all graphs, run once each per step."""
+        """Drive lifetime if every graph runs once per step."""
         parts = [graph.endurance(self.rated_endurance_bytes) for graph in self.graphs]
         return Endurance(
             self.rated_endurance_bytes, sum(part.written_bytes for part in parts), sum(part.step_s for part in parts)
@@ -69,15 +69,15 @@ class Report:
         return "\n\n".join(parts)
 
     def diff(self) -> str:
-        """What changes in the graphs, as one unified diff."""
+        """Changes of all graphs as one unified diff."""
         return "\n".join(graph.diff() for graph in self.graphs)
 
     def to_networkx(self) -> list[nx.DiGraph[str]]:
-        """The rewritten graphs; ``report.graphs[0].to_networkx(after=False)`` is the first one before."""
+        """The rewritten graphs. ``report.graphs[0].to_networkx(after=False)`` is the first graph before the rewrite."""
         return [graph.to_networkx() for graph in self.graphs]
 
     def to_json(self) -> str:
-        """Stable text, described in docs/report.md: the same report gives the same bytes."""
+        """Serialise to stable JSON, described in docs/report.md: equal reports give equal bytes."""
         return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     @classmethod
@@ -85,17 +85,19 @@ class Report:
         """Inverse of ``to_json``.
 
         Raises:
-            ValueError: the text is no report, or one of another version.
+            ValueError: the text is not a report, or has another schema version.
         """
         plain: Any = json.loads(text)
         fields = cast("dict[str, Any]", plain) if isinstance(plain, dict) else {}
         schema = fields.pop("schema", None)
         if schema != SCHEMA:
-            raise ValueError(f"The schema of this report is {schema!r}; expected {SCHEMA!r}. Run explain again.")
+            raise ValueError(
+                f"The schema of this report is {schema!r}; expected {SCHEMA!r}. Run explain again with this version."
+            )
         return from_plain(cls, fields)
 
     def save(self, path: str | Path) -> Path:
-        """Write one HTML page that needs no network and no other file. Returns where it is."""
+        """Write one HTML page that needs no network and no other file. Returns its path."""
         page = render_page(self.graphs, rated_endurance_bytes=self.rated_endurance_bytes)
         target = Path(path)
         target.write_text(page, encoding="utf-8")

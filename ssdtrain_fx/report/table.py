@@ -1,4 +1,4 @@
-"""The table of saved storages: what repeats in every layer is one row."""
+"""The table of saved storages. Storages that repeat in every layer share a row."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from ssdtrain_fx.units import format_bytes
 Sort = Literal["order", "size", "name", "decision"]
 SORTS: tuple[Sort, ...] = get_args(Sort)
 LAYER = re.compile(r"(?<![^.])(\d+)(?![^.])")
-"""A layer's number in the path of a module: ``0`` in ``h.0.ln_1``."""
+"""The number of a layer in a module path: ``0`` in ``h.0.ln_1``."""
 COLUMNS = ("storage", "count", "shape", "dtype", "size", "op", "module", "source", "decision", "reason")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """Storages that differ in nothing but the layer that they belong to."""
+    """Storages that differ only in their layer."""
 
     storages: tuple[SavedStorage, ...]
     module: str
-    """With the range of the layers: ``h.0..11.mlp.c_fc``."""
+    """Module path with the range of layers: ``h.0..11.mlp.c_fc``."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all of them."""
+        """Total size of all storages."""
         return sum(storage.size_bytes for storage in self.storages)
 
     def cells(self) -> tuple[str, ...]:
-        """In the order of :data:`COLUMNS`."""
+        """Cell texts in the order of :data:`COLUMNS`."""
         first, count = self.storages[0], len(self.storages)
         name = first.name if count == 1 else f"{first.name}..{self.storages[-1].name}"
         size = format_bytes(first.size_bytes)
@@ -54,12 +54,12 @@ class Row:
 def make_rows(
     storages: Iterable[SavedStorage], module_of: dict[str, str], *, sort: Sort = "order", fold: bool = True
 ) -> list[Row]:
-    """One row per group of equal storages.
+    """Make one row per group of equal storages.
 
     Args:
-        module_of: path of the module that made a storage, by the storage's name.
-        sort: ``order`` is that of forward; ``size`` has the largest row first, ``decision`` groups by decision.
-        fold: False gives every storage a row of its own.
+        module_of: path of the module that allocates a storage, by the name of the storage.
+        sort: ``order`` is the order of forward, ``size`` puts the largest row first, ``decision`` groups by decision.
+        fold: False gives every storage a separate row.
 
     Raises:
         ConfigError: ``sort`` is unknown.
@@ -84,7 +84,7 @@ def make_rows(
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """Columns in plain text. A column that is empty in every row is left out."""
+    """Format rows as plain-text columns. A column that is empty in every row is left out."""
     cells = [COLUMNS, *(row.cells() for row in rows)]
     shown = [column for column in range(len(COLUMNS)) if len(cells) == 1 or any(row[column] for row in cells[1:])]
     widths = {column: max(len(row[column]) for row in cells) for column in shown}
@@ -126,5 +126,5 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _natural(name: str) -> list[object]:
-    """So that ``mul_9`` comes before ``mul_10``."""
+    """Sort key that puts ``mul_9`` before ``mul_10``."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -1,4 +1,4 @@
-"""The runtime: ops, engine, slots, staging and I/O. It knows nothing about FX graphs and imports nothing from passes.
+"""The runtime: ops, engine, slots, staging and I/O. It does not use FX graphs and imports nothing from passes.
 
 Importing :mod:`ssdtrain_fx.runtime.ops` registers the four ops.
 """

@@ -7,5 +7,5 @@ ALIGNMENT_BYTES = 4096
 
 
 def round_up(size_bytes: int) -> int:
-    """The smallest multiple of the alignment that holds ``size_bytes``: 1 -> 4096, 4096 -> 4096, 4097 -> 8192."""
+    """Round ``size_bytes`` up to a multiple of the alignment: 1 -> 4096, 4096 -> 4096, 4097 -> 8192."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,4 +1,4 @@
-"""How an engine is configured, as a value that fits into one string argument of an op."""
+"""The configuration of an engine, as a value that fits into one string argument of an op."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IOPath = Literal["auto", "posix", "aio", "kvikio"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Everything an engine must know. Equal values share one engine within a process."""
+    """The settings of an engine. Equal values share one engine within a process."""
 
     ssd_dir: str | tuple[str, ...] | None = None
     io: IOPath = "auto"
@@ -19,11 +19,11 @@ class EngineConfig:
     checksum: bool = False
     io_timeout_s: float | None = 300.0
     max_stall_share: float | None = None
-    """Share of the time for which transfers may hold up the computing thread: what would take longer stays in memory.
-    None: everything is moved, however long it takes."""
+    """The share of the time for which transfers may stall the training thread. A tensor that would stall it for longer
+    stays in memory. None: every tensor is moved, however long it takes."""
 
     def to_argument(self) -> str:
-        """The string that the compiled graph carries; only what differs from the defaults is written."""
+        """The string that the compiled graph contains; it lists only values that differ from the defaults."""
         changed = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)

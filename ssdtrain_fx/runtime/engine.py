@@ -1,20 +1,20 @@
 """The four operations on one spill file.
 
-Why an object: it is opened, asked and closed; two configurations in one process do not meet; a test can hand in a file
-that fails.
+An engine is an object because it has a lifetime. Several configurations can coexist in one process, and tests can
+inject a failing file.
 
 Guarantees:
 
-* ``offload`` and ``reload`` return at once; ``release`` and ``wait`` block only for what their contract needs, and the
-  time is counted as stall.
-* After ``release`` the engine reads the tensor no more. What has not left by then, and would hold up the step for
-  longer than the configuration allows, is copied to other memory and stays there. The exception is a tensor with memory
-  of its own: the engine then holds the tensor itself, for as long as it needs it.
-* Data that ``offload`` took comes back from ``reload`` and ``wait`` bit by bit, or ``wait`` raises ActivationLostError.
-  A full or broken disk costs memory, not data.
-* Nobody waits for a disk that hangs for more than ``io_timeout_s``: ``wait`` raises ActivationLostError, other methods
-  StalledDiskError, and all can be called again. Only what the kernel does within a call of the caller's own thread
-  cannot be timed: under native AIO, the growth of the file and the hand-over of requests.
+* ``offload`` and ``reload`` return at once. ``release`` and ``wait`` block only for what their contract needs, and the
+  time they block counts as a stall.
+* The engine does not read the tensor after ``release``. If waiting for the remaining bytes would stall the step for
+  longer than the configuration allows, the tensor is copied to other memory and stays there. The exception is a tensor
+  with ``own`` memory: the engine then holds the tensor itself for as long as it needs it.
+* ``reload`` and ``wait`` return the offloaded data bit for bit, or ``wait`` raises ActivationLostError. A full or
+  broken disk costs memory, not data.
+* No method waits longer than ``io_timeout_s`` for a disk that hangs: ``wait`` raises ActivationLostError, other methods
+  raise StalledDiskError, and all can be called again. There is no timeout for what the kernel does within a call on the
+  caller's thread: under native AIO, growing the file and submitting requests.
 * Every operation may be called from any thread.
 * The slot of a tensor is recycled when its owner has died and no transfer of it is in flight.
 """
@@ -66,17 +66,17 @@ from ssdtrain_fx.runtime.trace import Trace, record_calls
 log = logging.getLogger(__name__)
 
 _abandoned: list[Engine] = []
-"""Closed on a disk that hung. Kept, because threads or the kernel may still use their memory."""
+"""Engines that were closed while their disk hung. Threads or the kernel may still use their memory."""
 
 IDLE_POLL_S = 0.05
-"""How long to wait for one lane before the next one gets a turn."""
+"""How long ``wait_until_idle`` waits for one lane before it turns to the next."""
 
 AFTER_FAILURE_S = 1.0
-"""How long ``close`` waits for an end after an unexpected exception: what is then known of transfers may be wrong."""
+"""How long ``close`` waits for transfers after an unexpected exception, when their recorded state may be wrong."""
 
 
 class Engine:
-    """One spill file and what moves data to it and back, from construction to :meth:`close`."""
+    """One spill file and what moves data to and from it, from construction to :meth:`close`."""
 
     def __init__(
         self,
@@ -91,13 +91,13 @@ class Engine:
         from_source_bytes: int = FROM_SOURCE_BYTES,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """``handles`` yields numbers that no other engine of this process uses; ``cuda`` stands for ``torch.cuda``, and
-        ``clock`` tells seconds.
+        """``handles`` yields numbers that no other engine of this process uses. ``cuda`` replaces ``torch.cuda``, and
+        ``clock`` returns seconds.
 
         Native AIO writes tensors of at least ``from_source_bytes`` without staging.
 
-        ``open_aio`` is called when the first CPU tensor comes, if the file does direct I/O. Where it raises
-        AioUnavailableError, threads do the work.
+        ``open_aio`` is called for the first CPU tensor if the file does direct I/O. If it raises AioUnavailableError,
+        threads do the work.
         """
         self.config = config
         self._handles = itertools.count(1) if handles is None else handles
@@ -106,9 +106,9 @@ class Engine:
         self._chunk_bytes = chunk_bytes
         self._from_source_bytes = from_source_bytes
         self._clock = clock
-        may_use_kvikio(config.io, cuda)  # an error now rather than at the first CUDA tensor
+        may_use_kvikio(config.io, cuda)  # raise now rather than at the first CUDA tensor
         if config.checksum and config.io == "kvikio":
-            raise ConfigError('checksum=True needs io="posix": with io="kvikio" the bytes never come by the processor.')
+            raise ConfigError('checksum=True needs io="posix": with io="kvikio" the bytes never pass through the CPU.')
         self._choose_kvikio = choose_kvikio
         directories = check_directories(config.ssd_dir)
         self._directories = directories
@@ -150,21 +150,21 @@ class Engine:
     ) -> Owner:
         """Start moving ``x`` to the file. ``x`` must stay allocated and unwritten until :meth:`release` returns.
 
-        By the plan, ``release`` comes ``out_s`` later, and from ``reload`` to ``wait`` it is ``back_s``. None: unknown.
-        Of both together ``stall_s`` is spent waiting. Where moving ``x`` would hold up the step for longer than that,
-        and than the configuration allows, it stays in memory.
+        ``out_s`` is the planned time from ``offload`` to ``release``, and ``back_s`` that from ``reload`` to ``wait``;
+        None: unknown. ``stall_s`` of both together is planned waiting. If moving ``x`` would stall the step for longer,
+        and by more than the configuration allows, ``x`` stays in memory.
 
-        ``link`` names the graph where it is one of a chain of graphs. ``held`` tensors come from outside of it: if
-        another graph has offloaded the same one, that is what the owner stands for.
+        ``link`` names the graph if it is one of a chain of graphs. A ``held`` tensor comes from outside the graph: if
+        another graph has already offloaded the same tensor, its owner is returned.
 
-        ``host`` asks for the host tier: the bytes stay in the staging buffers of a CUDA device, and are written to the
-        file only where something else needs the buffers. Of CPU tensors, and under KvikIO, it changes nothing.
+        ``host`` asks for the host tier: the bytes stay in the staging buffers of a CUDA device and are written to the
+        file only if something else needs the buffers. It has no effect on CPU tensors and under KvikIO.
 
-        ``reload_order`` is the turn of ``x`` among the tensors of its graph when backward reloads them, the first one
-        lowest. None: unknown.
+        ``reload_order`` is the position of ``x`` in the order in which backward reloads the tensors of its graph,
+        lowest first. None: unknown.
 
-        With the ``first`` tensor of a forward the memory that reloads have left idle goes back to the system: until
-        backward nobody needs it, and activations take its place.
+        The ``first`` tensor of a forward returns the memory that reloads have left unused to the system: it is not
+        needed before backward, and activations take its place.
         """
         ledger = self._ledger
         if x.layout is not torch.strided:
@@ -187,7 +187,7 @@ class Engine:
         with ledger.lock:
             ledger.begin_op(name)
             unplanned_s = self._stalls.predict_s(lane, entry, out_s, back_s)
-            if unplanned_s:  # perhaps what is in front of it is over, and nobody has asked yet
+            if unplanned_s:  # earlier transfers may have finished unnoticed
                 lane.make_progress()
                 unplanned_s = self._stalls.predict_s(lane, entry, out_s, back_s)
             moves = byte_count == 0 or ledger.admission.admits(unplanned_s)
@@ -212,13 +212,13 @@ class Engine:
     def release(self, owner: Owner, x: Tensor, *, late: bool = False, own: bool = False) -> Owner:
         """Wait until every byte has left ``x``; its memory may be reused afterwards.
 
-        Where that would take longer than the configuration allows, ``x`` is copied to other memory instead.
+        If that would take longer than the configuration allows, ``x`` is copied to other memory instead.
 
-        ``own`` says that the memory is nobody else's: for as long as somebody holds ``x``, nobody writes to it. Then
-        the engine may hold it, and copies nothing.
+        ``own`` says that nothing else uses the memory of ``x``: it is not written to while a reference to ``x`` exists.
+        The engine may then hold ``x`` and makes no copy.
 
-        A ``late`` release, of such a tensor only, waits for nothing but what the run of the graph before has left
-        behind. The engine holds ``x`` until every byte has left.
+        A ``late`` release is only for tensors with ``own`` memory. It waits only for tensors of the previous graph run
+        that have not left memory yet. The engine holds ``x`` until every byte has left.
         """
         ledger = self._ledger
         entry = self._entry("release", owner)
@@ -229,7 +229,7 @@ class Engine:
             raise InternalError(
                 f"release({entry.name!r}) got a tensor at address {x.data_ptr():#x} with strides {x.stride()}; offload "
                 f"got one at {entry.address:#x} with strides {entry.stride}. The compiler passed a copy to one of "
-                "them, so the memory of the other one may already hold something else."
+                "them, so the memory of the other one may already hold other data."
             )
         lane = self._lane_of(entry)
         with ledger.lock:
@@ -269,12 +269,12 @@ class Engine:
         device: torch.device | None = None,
         idle_bytes: int | None = None,
     ) -> Tensor:
-        """A new tensor that is being filled; it may be used after :meth:`wait`.
+        """Return a new tensor that is being filled; it may be used after :meth:`wait`.
 
-        ``stride``, ``dtype`` and ``device`` may be None: then they are those of the tensor that was offloaded.
+        ``stride``, ``dtype`` and ``device`` default to those of the offloaded tensor.
 
-        Of the memory that tensors of earlier reloads have left, ``idle_bytes`` at most stay for later ones; the rest
-        goes back to the system: the peak is near. None: as much as the engine likes. That is for CPU tensors only.
+        At most ``idle_bytes`` of the memory that tensors of earlier reloads have left stay for later ones; the rest is
+        returned to the system, because the peak is near. None: the engine's default limit. For CPU tensors only.
         """
         ledger = self._ledger
         entry = self._entry("reload", owner)
@@ -318,7 +318,7 @@ class Engine:
     def wait(self, y: Tensor, owner: Owner) -> None:
         """Return when ``y`` is filled, as seen by the current stream. Raises ActivationLostError if it cannot be.
 
-        Who is going to write to ``y`` calls :meth:`hand_over` first.
+        Call :meth:`hand_over` before writing to ``y``.
         """
         ledger = self._ledger
         entry = self._entry("wait", owner)
@@ -331,7 +331,7 @@ class Engine:
                 return
             raise InternalError(
                 f"wait({entry.name!r}) got a tensor at address {address:#x}, which no reload returned: the compiler "
-                "passed a copy, which nothing will fill."
+                "passed a copy, which is never filled."
             )
         lane = self._lane_of(entry)
         with ledger.lock:
@@ -353,10 +353,10 @@ class Engine:
             self._begin_ahead(next_entry)
 
     def hand_over(self, y: Tensor) -> Tensor:
-        """``y``, after :meth:`wait`, for somebody who may write to it; the caller has dropped its owner.
+        """Return ``y``, after :meth:`wait`, to a caller that may write to it and has dropped its owner.
 
-        A tensor that stayed in memory is handed out as it is. If its owner still lives, another backward may come and
-        want the same data, so it gets a copy.
+        A tensor that stayed in memory is returned itself; if its owner is still alive, another backward could request
+        the same data, so a copy is returned.
         """
         ledger = self._ledger
         if not ledger.residents:
@@ -411,7 +411,7 @@ class Engine:
 
     @property
     def trace(self) -> Trace | None:
-        """What records the events of this engine."""
+        """What records the events of this engine; None while nothing is recorded."""
         return self._trace
 
     @trace.setter
@@ -420,20 +420,20 @@ class Engine:
         record_calls(self, ("offload", "release", "reload", "wait"), trace)
 
     def planned_staging_bytes(self, device_type: str) -> int:
-        """How many bytes a plan may have between tensors and the file; 0 where the disk reaches tensors directly."""
+        """How many bytes a plan may have between tensors and the file; 0 if the disk accesses tensors directly."""
         return self._lane(device_type).planned_staging_bytes
 
     def find_owner(self, handle: int) -> Owner | None:
-        """The living owner with this handle."""
+        """The owner with this handle, if it is alive."""
         entry = self._ledger.entries.get(handle)
         return None if entry is None else entry.owner()
 
     def find_entry(self, owner: Owner) -> Entry | None:
-        """What is known of the tensor behind ``owner``."""
+        """The entry of the tensor that ``owner`` stands for."""
         return self._ledger.entries.get(owner.handle)
 
     def wait_until_idle(self) -> None:
-        """Return when nothing is in flight. Raises StalledDiskError."""
+        """Block until nothing is in flight. Raises StalledDiskError."""
         ledger = self._ledger
         with ledger.lock:
             ledger.drain()
@@ -441,21 +441,22 @@ class Engine:
             ledger.idle_waiters += 1
             try:
                 while ledger.counters.in_flight_bytes:
-                    ledger.check_usable("what is in flight")
+                    ledger.check_usable("the transfers in flight")
                     for lane in tuple(self._lanes.values()):
                         lane.make_progress()
                         if ledger.counters.in_flight_bytes:
-                            self._stalls.check(patience, "what is in flight")
+                            self._stalls.check(patience, "the transfers in flight")
                             lane.wait_for_progress(IDLE_POLL_S)
             finally:
                 ledger.idle_waiters -= 1
         ledger.tidy()
 
     def close(self, *, timeout_s: float = math.inf) -> None:
-        """Let what is under way end and give memory and disk space back.
+        """Let transfers in flight finish, then free memory and disk space.
 
-        What still has an owner cannot be reloaded then. Where nothing ends for ``timeout_s``, or for ``io_timeout_s``
-        if that is shorter, what is under way is left to itself with its memory and its file, and an error is logged.
+        Tensors that still have an owner cannot be reloaded afterwards. If no transfer finishes for ``timeout_s``, or
+        for ``io_timeout_s`` if that is shorter, the remaining transfers keep their memory and their file, and an error
+        is logged.
         """
         ledger = self._ledger
         with ledger.lock:
@@ -480,8 +481,8 @@ class Engine:
             return
         _abandoned.append(self)
         log.error(
-            "closed an engine although transfers do not end. Its memory and its file are left alone until the process "
-            "ends. %s",
+            "closed an engine although its transfers do not finish. Its memory and its file stay allocated until the "
+            "process ends. %s",
             left_over,
         )
 
@@ -498,7 +499,7 @@ class Engine:
         return entry
 
     def _find_held(self, x: Tensor, name: str) -> Owner | None:
-        """The owner of what another graph has offloaded, if it is the same as ``x``."""
+        """The owner of the same tensor as ``x``, if another graph has offloaded it."""
         ledger = self._ledger
         with ledger.lock:
             ledger.begin_op(name)
@@ -507,12 +508,12 @@ class Engine:
             owner = None if entry is None else entry.owner()
             if entry is not None and owner is not None:
                 ledger.counters.deduplicated_bytes += entry.byte_count
-                entry.run = None  # two graphs will ask for it: that says nothing about their order
+                entry.run = None  # two graphs reload it, so it says nothing about their order
         ledger.tidy()
         return owner
 
     def _begin_ahead(self, entry: Entry) -> None:
-        """Begin to reload ``entry`` before backward asks for it. What does not work is left to :meth:`reload`."""
+        """Begin to reload ``entry`` before backward requests it. If that is not possible, :meth:`reload` does it."""
         if not entry.byte_count or not same_layout(entry.size, entry.stride, entry.stored_stride):
             return
         ledger, lane = self._ledger, self._lane_of(entry)
@@ -529,7 +530,7 @@ class Engine:
         ledger.tidy()
 
     def _take_ahead(self, entry: Entry, stride: tuple[int, ...], device: torch.device, lane: Lane) -> Tensor | None:
-        """What was begun ahead, if it is what backward asks for."""
+        """The tensor of a reload that was begun ahead, if it is what backward requests."""
         ledger = self._ledger
         with ledger.lock:
             ahead = entry.ahead
@@ -537,7 +538,8 @@ class Engine:
                 return None
             ledger.check_usable(entry.name)
             entry.ahead = None
-            # Memory of another stream could be given away while this one still uses it; an error may have gone by now.
+            # The allocator may reuse memory of another stream while this stream still uses it. A failed read may
+            # succeed on the next try.
             fits = stride == entry.stride and ahead.stream == lane.mover.stream(device) and ahead.fill.error is None
             if fits:
                 ledger.counters.reloads += 1
@@ -603,16 +605,15 @@ class Engine:
         )
 
     def _chunk_size(self, default_bytes: int) -> int:
-        """Bytes per chunk; none crosses from one file to the next."""
+        """Bytes per chunk; no chunk crosses from one file to the next."""
         chunk_bytes, stripe_bytes = self._chunk_bytes or default_bytes, self._file.stripe_bytes
         return chunk_bytes if stripe_bytes is None else math.gcd(chunk_bytes, stripe_bytes)
 
     def _keep(self, entry: Entry, x: Tensor, source: Tensor, *, own: bool) -> None:
-        """``x`` stays in memory.
+        """Keep a copy of ``x`` in memory, or ``x`` itself if its memory is its ``own`` and fills most of its storage.
 
-        A copy of it does, unless its memory is its ``own``, and not a small part of something larger. To hold ``x``
-        itself would not do: a compiler may write the next tensor to its memory as soon as its last reader is through
-        (``buf55 = buf42  # reuse``), whoever else holds it.
+        In other cases a reference to ``x`` does not protect its memory: a compiler may write the next tensor to it
+        after its last reader (``buf55 = buf42  # reuse``), no matter what else holds it.
         """
         ledger = self._ledger
         is_copy = source.data_ptr() != x.data_ptr()
@@ -625,7 +626,7 @@ class Engine:
         ledger.tidy()
 
     def _reload_from_memory(self, entry: Entry, stride: Sequence[int]) -> Tensor:
-        """The tensor that stayed, or a copy of it where another layout is asked for."""
+        """The tensor that stayed in memory, or a copy of it if another layout is requested."""
         ledger = self._ledger
         with ledger.lock:
             ledger.begin_op(entry.name)
@@ -646,7 +647,7 @@ class Engine:
         return y
 
     def _describe_transfers(self) -> str:
-        """Needs the lock."""
+        """Describe what is queued and in flight. Needs the ledger's lock."""
         staging = ", ".join(
             f"{kind}: {lane.pool.available} of {lane.pool.buffer_limit}" for kind, lane in self._lanes.items()
         )

@@ -1,13 +1,13 @@
 """The engines of one process: opened on first use, found by the handle in a token, closed together.
 
-Why: a compiled graph may come from a cache, in a process where no backend ever ran. All it brings is the configuration
-as a string argument and, in backward, the token.
+A compiled graph may come from a cache, in a process where the backend has never run. It contains only the
+configuration, as a string argument, and in backward the token.
 
 Guarantees:
 
-* Equal configurations share one engine. Handles are never used twice in a process.
-* A forked child knows none of its parent's engines: it closes nothing, writes to no shared file, and opens its own
-  engines on first use. A token of the parent raises ActivationLostError there.
+* Equal configurations share one engine. Handles are never reused in a process.
+* A forked child uses none of its parent's engines: it does not close them, does not write to their files, and opens its
+  own engines on first use. A token of the parent raises ActivationLostError there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _open_engine(config: EngineConfig, handles: Iterator[int]) -> Engine:
 
 
 class Engines:
-    """A registry of open engines, by configuration."""
+    """A registry of open engines, keyed by configuration."""
 
     def __init__(self, open_engine: Callable[[EngineConfig, Iterator[int]], Engine] = _open_engine) -> None:
         self._open_engine = open_engine
@@ -68,7 +68,7 @@ class Engines:
                 return owner
         if 0 < handle < self._forked_at:
             raise ActivationLostError(
-                f"the token with handle {handle} was made before this process was forked. Its saved tensor is with the "
+                f"the token with handle {handle} was made before this process was forked. Its saved tensor is in the "
                 "parent process: run backward in the process that ran forward."
             )
         if 0 < handle < self._closed_at:
@@ -76,7 +76,7 @@ class Engines:
                 f"the token with handle {handle} belongs to an engine that was closed. "
                 "Close engines only after the last backward."
             )
-        raise InternalError(f"a token holds handle {handle}, which no engine made: its memory was overwritten")
+        raise InternalError(f"a token holds handle {handle}, which no engine issued: its memory was overwritten")
 
     def statistics(self) -> Statistics:
         """All engines taken together."""
@@ -85,10 +85,10 @@ class Engines:
         return sum((engine.statistics() for engine in engines), start=Statistics())
 
     def start_trace(self, trace: Trace) -> None:
-        """Record what all engines do, those to be opened included. Raises ConfigError where another trace does."""
+        """Record what all engines do, including engines opened later. Raises ConfigError during another trace."""
         with self._lock:
             if self._trace is not None:
-                raise ConfigError("trace: one is being recorded already. Leave its `with` block first.")
+                raise ConfigError("trace: another trace is being recorded already. Leave its `with` block first.")
             self._set_trace(trace)
 
     def stop_trace(self) -> None:
@@ -101,7 +101,7 @@ class Engines:
             engine.trace = trace
 
     def close(self, *, timeout_s: float = math.inf) -> None:
-        """Close all engines, each as :meth:`Engine.close` does. The next offload opens new ones."""
+        """Close every engine as :meth:`Engine.close` does. The next offload opens a new one."""
         with self._lock:
             engines = tuple(self._by_config.values())
             self._by_argument = {}
@@ -111,9 +111,9 @@ class Engines:
             engine.close(timeout_s=timeout_s)
 
     def forget_after_fork(self) -> None:
-        """In a forked child: leave the parent's engines alone, whatever state the fork caught them in."""
+        """In a forked child: leave the parent's engines alone, in whatever state they were at the fork."""
         self._lock = threading.Lock()
-        self._inherited.extend(self._by_config.values())  # never destroyed, so that nothing of them runs here
+        self._inherited.extend(self._by_config.values())  # never destroyed, so none of their code runs here
         self._by_argument = {}
         self._by_config = {}
         self._trace = None

@@ -1,7 +1,7 @@
-"""The trial that decides about KvikIO, a program of its own: ``python -m ssdtrain_fx.runtime.kvikio_trial cuda:0 DIR``.
+"""The program that tests whether KvikIO can be used: ``python -m ssdtrain_fx.runtime.kvikio_trial cuda:0 DIR``.
 
-It writes a pattern through KvikIO and reads it through the system, and the other way round, so that what KvikIO says of
-itself is not all there is. Then it takes the time of a set of tensors on both paths, in turns. Prints one line of JSON.
+It writes a pattern through KvikIO and reads it through the system, and vice versa, so that it does not rely on KvikIO's
+own reports alone. Then it times a set of tensors on both paths, in turns. It prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PATTERN_BYTES = 1 << 20
 TENSOR_BYTES = 16 << 20
 TENSOR_COUNT = 8
 ROUNDS = 4
-"""The first one meets blocks that were never written, and does not count."""
+"""The first round uses blocks that were never written, and does not count."""
 
 
 def check_bytes(kvikio: Any, file: ChunkFile, device: torch.device) -> None:
-    """Raises TrialError when a byte is another one on the other side, and OSError when a transfer fails."""
+    """Transfer a pattern both ways. Raises TrialError if a byte changes, and OSError if a transfer fails."""
     sent = torch.randint(256, (PATTERN_BYTES,), dtype=torch.uint8, device=device)
     received = torch.zeros_like(sent)
     host = mmap.mmap(-1, PATTERN_BYTES)
@@ -47,17 +47,17 @@ def check_bytes(kvikio: Any, file: ChunkFile, device: torch.device) -> None:
         device_file.write(sent, 0)
         file.read(memoryview(host), 0)
         if host[:] != bytes(sent.cpu().numpy()):
-            raise TrialError("what KvikIO wrote is not what the file holds")
+            raise TrialError("the file does not hold the bytes that KvikIO wrote")
         file.write(memoryview(host), PATTERN_BYTES)
         device_file.read(received, PATTERN_BYTES)
         if not torch.equal(sent, received):
-            raise TrialError("what KvikIO read is not what the file holds")
+            raise TrialError("KvikIO did not read the bytes that the file holds")
     finally:
         device_file.close()
 
 
 def round_trip_s(engine: Engine, tensors: list[Tensor]) -> float:
-    """Time for ``tensors`` to go, all of them, and to come back."""
+    """Time to offload all ``tensors`` and reload them."""
     device = tensors[0].device
     _synchronize(device)
     start_s = time.perf_counter()
@@ -72,21 +72,21 @@ def round_trip_s(engine: Engine, tensors: list[Tensor]) -> float:
     _synchronize(device)
     seconds = time.perf_counter() - start_s
     if engine.statistics().kept_bytes:
-        raise TrialError("the drive takes no writes")
+        raise TrialError("writes to the drive failed")
     if not all(torch.equal(x, y) for x, y in zip(tensors, reloaded, strict=True)):
-        raise TrialError("a tensor came back changed")
+        raise TrialError("a reloaded tensor differs from the offloaded one")
     return seconds
 
 
 def compare(direct: Engine, staged: Engine, tensors: list[Tensor], *, gds: bool) -> Trial:
-    """The shortest round trip on each path."""
+    """Measure the shortest round trip on each path."""
     rounds = [(round_trip_s(direct, tensors), round_trip_s(staged, tensors)) for _ in range(ROUNDS)]
     kvikio_s, staged_s = (min(times) for times in zip(*rounds[1:], strict=True))
     return Trial(gds=gds, kvikio_s=kvikio_s, staged_s=staged_s)
 
 
 def run_trial(device: torch.device, directories: tuple[str, ...]) -> Trial:
-    """Raises TrialError, OSError, or what KvikIO raises."""
+    """Run the trial. Raises TrialError, OSError, or an error of KvikIO."""
     kvikio = importlib.import_module("kvikio")
     gds = bool(importlib.import_module("kvikio.cufile_driver").get("is_gds_available"))
     with contextlib.closing(open_spill_file(directories)) as file:

@@ -6,20 +6,20 @@ Graphs are rewritten and traced with this alone. :mod:`ssdtrain_fx.runtime.ops` 
 
     forward    token  = ssdtrain.offload(x, stride, name, engine, ...)         # starts moving x out
                token1 = ssdtrain.release(token, x, late, own)              # x may be reused from here on
-    backward   ticket = ssdtrain.reload(token1, size, stride, dtype, device)   # memory is taken, the data on its way
+    backward   ticket = ssdtrain.reload(token1, size, stride, dtype, device)   # allocates y and starts to fill it
                y      = ssdtrain.wait(ticket, size, stride, dtype, device)     # y may be read
 
-The token is a CPU tensor of 8 bytes. It owns what was offloaded: when the last token of an offload dies, its slot is
-recycled. ``stride`` of ``offload`` is a record for readers of the graph; the runtime goes by the tensor it gets.
-``stride`` and ``dtype`` of ``reload`` and ``wait`` may be None where nothing is compiled for them: then they are those
-of the tensor that was offloaded. ``out_s`` and ``back_s`` say how many seconds lie between ``offload`` and ``release``,
-and between ``reload`` and ``wait``, by the plan: what the disk cannot do in that time stays in memory. ``stall_s`` says
-how much of it the plan waits. ``host`` says that a CUDA tensor is to stay in pinned host memory, ``reload_order`` when
-backward reloads it, compared with the other tensors of its graph, and ``first`` that it is the first of a forward;
-``idle_bytes`` says how much memory of earlier reloads may lie idle until the next reload. See
+The token is a CPU tensor of 8 bytes. It owns the offloaded data: when the last token of an offload dies, its slot is
+recycled. ``stride`` of ``offload`` is a record for readers of the graph; the runtime uses the layout of the tensor it
+gets. ``stride`` and ``dtype`` of ``reload`` and ``wait`` may be None in graphs that are not traced again: they default
+to those of the offloaded tensor. ``out_s`` and ``back_s`` are the seconds that the plan expects between ``offload`` and
+``release``, and between ``reload`` and ``wait``: what the disk cannot move in that time stays in memory. ``stall_s`` is
+how much of that time the plan spends waiting. ``host`` keeps a CUDA tensor in pinned host memory. ``reload_order`` is
+the position of ``x`` in the order in which backward reloads the tensors of its graph. ``first`` marks the first tensor
+of a forward. ``idle_bytes`` limits the memory of earlier reloads that may stay unused until the next reload. See
 :meth:`ssdtrain_fx.runtime.engine.Engine.offload` and ``reload``.
 
-Guarantees: whatever the ops need is in their arguments, so a graph from a cache runs in a process that made no plan.
+Guarantees: everything the ops need is in their arguments, so a graph from a cache runs in a process that made no plan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# flexible_layout: Inductor may pass tensors as they lie; without it, it may pass copies, to each op another one.
+# flexible_layout: Inductor may pass tensors in any layout; without it, it may pass a different copy to each op.
 # cudagraph_unsafe: the ops run host code, which a replayed graph would skip.
 _tags = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagraph_unsafe") if hasattr(torch.Tag, name))
 
@@ -77,8 +77,8 @@ def _fake_wait(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Tensor:
-    assert stride is not None, "only graphs that are not traced again leave this open"
-    assert dtype is not None, "only graphs that are not traced again leave this open"
+    assert stride is not None, "stride may be None only in graphs that are not traced again"
+    assert dtype is not None, "dtype may be None only in graphs that are not traced again"
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 

@@ -23,7 +23,7 @@ from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.trace import record
 
 EXIT_TIMEOUT_S = 5.0
-"""Nobody needs the data at exit: when no transfer has ended for so long, the rest is left to the kernel."""
+"""The data is not needed at exit: after this long without a finished transfer, the rest is left to the kernel."""
 
 _engines = Engines()
 _tickets = Tickets()
@@ -45,7 +45,7 @@ def offload(
     first: bool = False,
     stall_s: float = 0.0,
 ) -> Owner:
-    """The op for code that knows of no dispatcher; the owner takes the place of the token."""
+    """The op, called without the dispatcher. It returns the owner instead of a token."""
     return _engines.open(engine).offload(
         x,
         name,
@@ -65,7 +65,7 @@ def _offload(x: Tensor, *rest: Any, **keywords: Any) -> Tensor:
 
 
 def release(owner: Owner, x: Tensor, late: bool = False, own: bool = False) -> Tensor:
-    """The op for code that knows of no dispatcher. Its result is what autograd saves: a token."""
+    """The op, called without the dispatcher. It returns what autograd saves: a token."""
     owner.engine.release(owner, x, late=late, own=own)
     return make_token(owner)
 
@@ -82,7 +82,7 @@ def reload(
     device: torch.device | None = None,
     idle_bytes: int | None = None,
 ) -> Reloading:
-    """The op for code that knows of no dispatcher."""
+    """The op, called without the dispatcher. It returns the reloading instead of a ticket."""
     owner = _engines.owner_of(token)
     return Reloading(owner.engine.reload(owner, size, stride, dtype, device, idle_bytes), owner)
 
@@ -92,11 +92,11 @@ def _reload(token: Tensor, *rest: Any, **keywords: Any) -> Tensor:
 
 
 def wait(reloading: Reloading) -> Tensor:
-    """The op for code that knows of no dispatcher."""
+    """The op, called without the dispatcher."""
     y, owner = reloading.take()
     engine = owner.engine
     engine.wait(y, owner)
-    del owner  # without retain_graph nobody else holds it
+    del owner  # without retain_graph, this is the last reference
     return engine.hand_over(y)
 
 
@@ -109,7 +109,7 @@ for _name, _real in (("offload", _offload), ("release", _release), ("reload", _r
 
 
 def statistics() -> Statistics:
-    """What all engines of this process did and hold."""
+    """What all engines of this process have done and hold now."""
     return _engines.statistics()
 
 
@@ -120,15 +120,16 @@ def trace(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
             for batch in batches[:3]:
                 model(batch).backward()
 
-    The file is written when the body is left, also by an exception. Meant for a few steps: events are kept in memory.
-    Times and threads are those of ``torch.profiler``, so the ``traceEvents`` of both may be put into one file.
+    The file is written at the end of the block, also after an exception. Record only a few steps: events are kept in
+    memory. Times and thread numbers are those of ``torch.profiler``, so the ``traceEvents`` of both can be merged into
+    one file.
 
     Raises:
-        ConfigError: the file cannot be written, or another trace is being recorded. Nothing of the body has run.
+        ConfigError: the file cannot be written, or another trace is being recorded. Raised before the block runs.
     """
     return record(path, _engines)
 
 
 def close() -> None:
-    """Close all engines of this process, after the last backward. It also happens at exit."""
+    """Close all engines of this process. Call it after the last backward; it is also called at exit."""
     _engines.close()

@@ -1,4 +1,4 @@
-"""What an engine did and holds, as one frozen value."""
+"""What an engine has done and holds now, as one frozen value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_IO_PATH = "none yet"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Statistics:
-    """Counters since the engine was opened, then gauges of this moment."""
+    """Counters since the engine was opened, then gauges with their current values."""
 
     offloads: int = 0
     """Tensors handed to ``offload``."""
@@ -29,59 +29,59 @@ class Statistics:
     bytes_written: int = 0
     """Tensor bytes that reached the file."""
     bytes_read: int = 0
-    """Tensor bytes that came back from the file."""
+    """Tensor bytes that were read from the file."""
     read_ahead_bytes: int = 0
-    """Of these, bytes that came back to host memory before ``reload`` had asked for them."""
+    """Of these, bytes that were read into host memory before ``reload`` requested them."""
     forwarded: int = 0
-    """Reloads served from host memory, all or in part: the write was not over or had failed, or the bytes were in the
-    host tier, or had been read ahead."""
+    """Reloads served from host memory, fully or in part: the write had not finished or had failed, or the bytes were in
+    the host tier or had been read ahead."""
     forwarded_bytes: int = 0
     kept: int = 0
     """Chunks that stay in ordinary memory because they could not be written."""
     kept_bytes: int = 0
     kept_for_time: int = 0
-    """Tensors that stayed in memory, because moving them would have held up the step for longer than allowed."""
+    """Tensors that stayed in memory because moving them would have stalled the step for longer than allowed."""
     kept_for_time_bytes: int = 0
     host_bytes: int = 0
-    """Bytes that came to rest in the host tier."""
+    """Bytes that were put into the host tier."""
     demoted_bytes: int = 0
-    """Of these, bytes that had to be written after all, because staging ran short. Many of them mean that the plan has
-    put more into the host tier than ``host_budget_bytes`` has room for."""
+    """Of these, bytes that had to be written after all because staging ran short. A large value means that the plan put
+    more into the host tier than fits into ``host_budget_bytes``."""
     cancelled_bytes: int = 0
     """Bytes whose write had not begun when the last token died."""
     deduplicated_bytes: int = 0
-    """Bytes handed to ``offload`` that another graph had handed in already."""
+    """Bytes passed to ``offload`` that another graph had already offloaded."""
     late_bytes: int = 0
-    """Bytes that had not left when ``release`` returned, because the next graph could run meanwhile."""
+    """Bytes that had not left when ``release`` returned, so that they are moved while the next graph runs."""
     ahead_bytes: int = 0
-    """Bytes whose reload was begun while the graph before was running, and then asked for."""
+    """Bytes whose reload began while the backward of the previous graph was running, and that were then requested."""
     release_stall_s: float = 0.0
-    """Time that ``release`` made the caller wait."""
+    """Time for which ``release`` blocked the caller."""
     wait_stall_s: float = 0.0
-    """Time that ``wait`` made the caller wait."""
+    """Time for which ``wait`` blocked the caller."""
     slots_in_use: int = 0
     slot_bytes_in_use: int = 0
     file_bytes: int = 0
-    """Disk space that the file holds, used or free."""
+    """Disk space of the file, used or free."""
     in_flight_bytes: int = 0
     """Bytes issued in either direction and not yet complete."""
     staging_bytes: int = 0
-    """Host memory that the staging buffers hold."""
+    """Host memory of the staging buffers."""
     idle_bytes: int = 0
-    """Memory of CPU tensors that were reloaded and are dead, kept for the next ones."""
+    """Memory of reloaded CPU tensors that have died, kept for later reloads."""
     write_bytes_per_s: float | None = None
-    """Rate of the disk in one direction while the other one rests, averaged over the last transfers; None until there
-    were enough at a time to keep it busy."""
+    """Rate of the disk in one direction while the other direction is idle, averaged over the last transfers; None until
+    enough transfers were in flight together to keep it busy."""
     read_bytes_per_s: float | None = None
     io_path: str = NO_IO_PATH
-    """What is really in use, such as "posix O_DIRECT"."""
+    """The I/O path in use, such as "posix O_DIRECT"."""
 
     @property
     def stall_s(self) -> float:
         return self.release_stall_s + self.wait_stall_s
 
     def since(self, earlier: Statistics) -> Statistics:
-        """The counters of one stretch, such as a step: ``after.since(before)``. Gauges are those of ``self``."""
+        """The counters of an interval, such as a step: ``after.since(before)``. Gauges are those of ``self``."""
         changes = {
             field.name: getattr(self, field.name) - getattr(earlier, field.name)
             for field in dataclasses.fields(self)
@@ -90,7 +90,7 @@ class Statistics:
         return dataclasses.replace(self, **changes)
 
     def __add__(self, other: Statistics) -> Statistics:
-        """Two engines taken together; rates are those of the faster one, since both may use one disk."""
+        """The sum of two engines. Rates are those of the faster one, because both may use the same disk."""
         sums = {
             field.name: getattr(self, field.name) + getattr(other, field.name)
             for field in dataclasses.fields(self)

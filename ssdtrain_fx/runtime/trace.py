@@ -1,20 +1,21 @@
-"""A trace of what the engines do, event by event, in the Chrome trace format (Perfetto and chrome://tracing open it).
+"""A trace of what the engines do, event by event, in the Chrome trace format (for Perfetto and chrome://tracing).
 
     tracks of threads      offload, release, reload, wait, with the stall inside; copy, write, read, read ahead and
                            forward of a chunk
-    asynchronous tracks    write, read of native AIO, which no thread does
+    asynchronous tracks    write, read of native AIO, which runs on no thread
     counters               staging memory in use, bytes in flight
     track "steps"          from the first offload to the last wait before the next offload
 
-Clock, process and thread numbers are those of ``torch.profiler`` (Unix time after ``baseTimeNanoseconds``, the number
-of the thread in the kernel), so the ``traceEvents`` of both may be put into one file.
+Clock, process and thread numbers are those of ``torch.profiler`` (Unix time after ``baseTimeNanoseconds``, kernel
+thread IDs), so the ``traceEvents`` of both can be merged into one file.
 
 Guarantees:
 
-* While nothing is recorded, an op pays for one look at an attribute.
-* Any thread may record. An event is recorded when it is over, as a whole: none begins without an end.
-* The bytes of all writes, reads (with those ahead) and forwards are what the statistics count over the same time.
-* The file is there completely or not at all, also when the body of the ``with`` statement raises.
+* While nothing is recorded, an op pays for one attribute lookup.
+* Any thread may record. An event is recorded as a whole when it has finished, so no event lacks its end.
+* The bytes of all writes, reads (including reads ahead) and forwards are those that the statistics count over the same
+  time.
+* The file is written completely or not at all, also when the body of the ``with`` statement raises.
 * A forked child records nothing and writes nothing.
 """
 
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 STEPS_TRACK = 0
 """No thread has this number."""
 BASE_PERIOD_S = 7_889_238
-"""torch.profiler counts from the start of the running quarter of a year, so that numbers stay small."""
+"""torch.profiler counts from the start of the current quarter of a year, so that numbers stay small."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class _Event:
     ended_ns: int
     details: dict[str, Any]
     asynchronous: bool = False
-    """No thread was busy with it, so it may overlap with others of its thread."""
+    """It did not occupy a thread, so it may overlap with other events of its thread."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class _Levels:
 
 
 class Trace:
-    """What was recorded. All times are of ``time.perf_counter_ns``."""
+    """Recorded events. All times are those of ``time.perf_counter_ns``."""
 
     def __init__(self) -> None:
         self._to_unix_ns = time.time_ns() - time.perf_counter_ns()
@@ -75,14 +76,14 @@ class Trace:
         self._thread_names: dict[int, str] = {}
 
     def add_op(self, name: str, began_ns: int, entry: Entry | None, error: str) -> None:
-        """One call of an op that is over on this thread; ``entry`` is None where its token is unknown."""
+        """Record a call of an op that has finished on this thread; ``entry`` is None if its token is unknown."""
         details = {} if entry is None else {"tensor": entry.name, "bytes": entry.byte_count}
         if error:
             details["error"] = error
         self._ops.append(_Event(name, self._thread(), began_ns, time.perf_counter_ns(), details))
 
     def add_stall(self, entry: Entry, stall_s: float) -> None:
-        """The op that runs on this thread has waited until now."""
+        """Record that the op on this thread has waited for ``stall_s`` until now."""
         now_ns = time.perf_counter_ns()
         self._events.append(
             _Event("stall", self._thread(), now_ns - round(1e9 * stall_s), now_ns, {"tensor": entry.name})
@@ -91,7 +92,7 @@ class Trace:
     def add_transfer(
         self, name: str, began_ns: int, chunk: Chunk, error: BaseException | None = None, *, asynchronous: bool = False
     ) -> None:
-        """One chunk was moved, or could not be. Done by this thread, or by none."""
+        """Record that a chunk was moved, or could not be, by this thread or by none."""
         slot = chunk.entry.slot
         details: dict[str, Any] = {
             "tensor": chunk.entry.name,
@@ -150,7 +151,7 @@ class Traceable(Protocol):
 
 
 def record_calls(engine: Traceable, names: Sequence[str], trace: Trace | None) -> None:
-    """Put the calls of these ops down in ``trace``. None: no more; then nothing stands between an op and its caller."""
+    """Record the calls of these ops in ``trace``. None: stop recording, so that callers call the ops directly again."""
     for name in names:
         if trace is None:
             vars(engine).pop(name, None)
@@ -159,7 +160,7 @@ def record_calls(engine: Traceable, names: Sequence[str], trace: Trace | None) -
 
 
 def _recorded(engine: Traceable, name: str, trace: Trace) -> Callable[..., Any]:
-    """The tensor is known by the op's parameter ``owner``, or by the owner that it returns."""
+    """The op, wrapped. The op's parameter ``owner``, or the owner that it returns, identifies the tensor."""
     op = getattr(type(engine), name)
     names = list(op.__code__.co_varnames[1 : op.__code__.co_argcount])
     idx = names.index("owner") if "owner" in names else None
@@ -169,7 +170,7 @@ def _recorded(engine: Traceable, name: str, trace: Trace) -> Callable[..., Any]:
         if idx is not None:
             owner = arguments[idx] if idx < len(arguments) else keywords["owner"]
         began_ns = time.perf_counter_ns()
-        error = ""  # a text: the exception itself would hold this frame, and with it tensors
+        error = ""  # a string: the exception itself would hold this frame, and with it tensors
         try:
             result = op(engine, *arguments, **keywords)
             owner = result if owner is None else owner
@@ -184,7 +185,7 @@ def _recorded(engine: Traceable, name: str, trace: Trace) -> Callable[..., Any]:
 
 
 class Recorder(Protocol):
-    """Who hands a trace to all engines. Raises ConfigError where one is being recorded already."""
+    """What passes a trace to all engines. Raises ConfigError if one is being recorded already."""
 
     def start_trace(self, trace: Trace) -> None: ...
 
@@ -205,7 +206,7 @@ def record(path: str | os.PathLike[str], recorder: Recorder) -> Generator[None]:
             recorder.stop_trace()
             try:
                 write_whole(target, trace.to_json())
-            except OSError as error:  # what the body raised matters more
+            except OSError as error:  # the exception of the body matters more
                 log.warning("The trace %s cannot be written: %s", target, error)
         raise
     if os.getpid() == process_id:
@@ -214,9 +215,9 @@ def record(path: str | os.PathLike[str], recorder: Recorder) -> Generator[None]:
 
 
 def _check(path: str | os.PathLike[str]) -> Path:
-    """The absolute path, so that a body that changes the working directory changes nothing here.
+    """Return the absolute path, so that it stays valid if the body changes the working directory.
 
-    Raises ConfigError where no file can be written. Known before the body runs, which may take hours.
+    Raises ConfigError if the file cannot be written. The check runs before the body, which may take hours.
     """
     target = Path(path).expanduser().absolute()
     if target.is_dir():
@@ -235,7 +236,7 @@ def _check(path: str | os.PathLike[str]) -> Path:
 
 
 def _find_steps(ops: Sequence[_Event]) -> Iterable[_Event]:
-    """A step begins with the first offload behind a backward pass. What the trace has cut off belongs to none."""
+    """A step begins with the first offload after a backward pass. Ops before the first offload belong to no step."""
     steps: list[list[_Event]] = []
     in_backward = True
     for op in sorted(ops, key=lambda op: op.began_ns):
@@ -250,7 +251,7 @@ def _find_steps(ops: Sequence[_Event]) -> Iterable[_Event]:
 
 
 def _thread_name(thread_id: int) -> str:
-    """Python's name, or the kernel's for a thread that Python did not start, such as autograd's."""
+    """Python's name, or the kernel's name for a thread that Python did not start, for example autograd's."""
     name = threading.current_thread().name
     if not name.startswith("Dummy-"):
         return name

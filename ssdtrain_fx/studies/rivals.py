@@ -1,7 +1,8 @@
-"""Other ways to hold less between forward and backward, as baselines for measurements. No part of the backend.
+"""Other ways to reduce saved activations, as baselines for benchmarks. The backend does not use them.
 
-Hooks see what autograd saves. Under ``torch.compile`` that is what the compiled forward returns for backward, so all of
-it exists at once when the hooks are first called, and all of it is unpacked when the compiled backward begins.
+Hooks see the tensors that autograd saves. Under ``torch.compile`` these are the tensors that the compiled forward
+returns for backward. So all of them exist at once when the hooks are first called, and all of them are unpacked when
+the compiled backward starts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ssdtrain_fx import _torch_private
 
 
 def with_activation_budget(compiled: Callable[..., Tensor], budget: float) -> Callable[..., Tensor]:
-    """``compiled``, partitioned by torch's knapsack: saved bytes are at most this share of what it would save."""
+    """``compiled``, partitioned with torch's knapsack solver to save at most this share of the bytes it would save."""
 
     def call(*inputs: Any) -> Tensor:
         with _torch_private.functorch_config_patch(activation_memory_budget=budget):
@@ -30,7 +31,7 @@ def with_activation_budget(compiled: Callable[..., Tensor], budget: float) -> Ca
 
 
 def with_hooks(compiled: Callable[..., Tensor], hooks: AbstractContextManager[Any]) -> Callable[..., Tensor]:
-    """``compiled`` with what it saves going through ``hooks``; these are entered anew for every call."""
+    """``compiled`` with its saved tensors passed through ``hooks``, which are entered for every call."""
 
     def call(*inputs: Any) -> Tensor:
         with hooks:
@@ -40,10 +41,11 @@ def with_hooks(compiled: Callable[..., Tensor], hooks: AbstractContextManager[An
 
 
 class SavedTensorsOnDisk(torch.autograd.graph.saved_tensors_hooks):
-    """Hooks that write what autograd saves to a file, in the background, and read it back when backward asks for it.
+    """Hooks that write saved tensors to a file in the background, and read them back when backward needs them.
 
-    As ``torch.autograd.graph.save_on_cpu`` does it, with a file in the place of host memory: every saved tensor of at
-    least ``min_tensor_bytes`` goes through the page cache, parameters stay. One thread writes and reads in order.
+    They work as ``torch.autograd.graph.save_on_cpu`` does, with a file instead of host memory. Every saved tensor of at
+    least ``min_tensor_bytes`` is written through the page cache; parameters stay in memory. One thread writes and reads
+    in order.
     """
 
     def __init__(self, directory: str | None = None, *, min_tensor_bytes: int = 1 << 20) -> None:
@@ -56,11 +58,11 @@ class SavedTensorsOnDisk(torch.autograd.graph.saved_tensors_hooks):
 
     @property
     def file_bytes(self) -> int:
-        """How large the file has become."""
+        """Current size of the file."""
         return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
-        """Give the disk back. Nothing that is still packed can be unpacked afterwards."""
+        """Delete the file. Tensors that are still packed can no longer be unpacked."""
         self._thread.shutdown()
         self._file.close()
 
@@ -69,7 +71,7 @@ class SavedTensorsOnDisk(torch.autograd.graph.saved_tensors_hooks):
         if size_bytes < self._min_tensor_bytes or isinstance(tensor, torch.nn.Parameter):
             return tensor
         if self._waiting == 0:
-            self._end = 0  # all of the last step is read: its room is free
+            self._end = 0  # every tensor of the previous step has been read, so its space is free
         offset, self._end, self._waiting = self._end, self._end + size_bytes, self._waiting + 1
         return _OnDisk(tensor, offset, self._thread.submit(self._write, tensor.detach(), offset))
 
@@ -101,7 +103,7 @@ class SavedTensorsOnDisk(torch.autograd.graph.saved_tensors_hooks):
 
 
 class _OnDisk:
-    """Where a tensor is, and what it looked like."""
+    """Location and layout of a tensor in the file."""
 
     def __init__(self, tensor: Tensor, offset: int, written: Future[None]) -> None:
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -1,13 +1,13 @@
 """The recompute-offload-keep curve: activation peak against throughput, for every way to hold activations.
 
     keep        everything stays in memory
-    recompute   backward computes every layer again (``torch.utils.checkpoint`` around each)
-    offload     the plan of this package, as low as each limit allows, with ``recompute=False``
-    mixed       the same with recomputation of single storages where that is cheaper: what the backend does by default
+    recompute   backward recomputes every layer (each is wrapped in ``torch.utils.checkpoint``)
+    offload     the plan of this package with ``recompute=False``, with the lowest peak that each limit allows
+    mixed       the same, but single storages are recomputed where that is cheaper: the default of the backend
 
-Every strategy is predicted from a graph that AOTAutograd traced with it, by the same liveness and the same node costs:
-nothing is compiled to code and nothing is computed. A batch size is traced once without checkpoints and once with; all
-plans are made for the same two graphs.
+Every strategy is predicted from a graph that AOTAutograd traced, with the same liveness analysis and the same node
+costs. Nothing is compiled to code and nothing is computed. Each batch size is traced once without checkpoints and once
+with them, and all plans are made for these graphs.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from ssdtrain_fx.passes.planning.plan import Plan
 Strategy = Literal["keep", "recompute", "offload", "mixed"]
 
 MakeModel = Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]
-"""From a batch size to a model and its inputs for one call."""
+"""Returns a model and the inputs of one call for a batch size."""
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with a description of what comes next, the steps done and the number of all steps."""
+"""Called with a description of the next step, the number of steps done and the total number of steps."""
 
 PLANNED: tuple[Strategy, ...] = ("offload", "mixed")
-"""The strategies that are a plan of this package."""
+"""The strategies that use a plan of this package."""
 
 MAX_SLOWDOWNS = (0.02, 0.1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RokOutcome:
-    """What one training step takes."""
+    """Peak memory and time of one training step."""
 
     peak_bytes: int
-    """Predicted: storages that the graphs allocate, gradients included. Measured: memory over that before the step."""
+    """Predicted: storages that the graphs allocate, with gradients. Measured: increase over memory before the step."""
     step_s: float
-    """Predicted: forward and backward. Measured: the optimizer too."""
+    """Predicted: forward and backward. Measured: also the optimizer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,14 +59,14 @@ class RokPoint:
     strategy: Strategy
     batch: int
     max_slowdown: float | None = None
-    """The limit that the plan was made with; None where there is none."""
+    """The time limit of the plan; None if it has none."""
     memory_budget_bytes: int | None = None
     predicted: RokOutcome
     measured: RokOutcome | None = None
 
     @property
     def outcome(self) -> RokOutcome:
-        """What was measured, where something was."""
+        """The measured outcome if there is one, else the predicted one."""
         return self.measured or self.predicted
 
     @property
@@ -75,7 +75,7 @@ class RokPoint:
 
     @property
     def limit(self) -> str:
-        """For people: ``+2 %`` of the step time, or a peak in MiB; empty without a limit."""
+        """The limit as text: ``+2 %`` of the step time, or a peak in MiB; empty without a limit."""
         if self.memory_budget_bytes is not None:
             return f"{self.memory_budget_bytes / (1 << 20):.0f} MiB"
         return "" if self.max_slowdown is None else f"+{100 * self.max_slowdown:g} %"
@@ -86,12 +86,12 @@ class RokCurve:
     """What ``rok`` returns."""
 
     points: tuple[RokPoint, ...]
-    """By batch size, then by strategy, then by limit as it was given."""
+    """Ordered by batch size, then strategy, then limit, each in the order given."""
     skipped: tuple[str, ...] = ()
-    """Points that could not be made, and why."""
+    """Points that were skipped, and why."""
 
     def pareto_front(self) -> tuple[RokPoint, ...]:
-        """The points that no other one beats: lower peak or more samples per second. Lowest peak first."""
+        """The points that no other point dominates in peak and samples per second. Lowest peak first."""
         front: list[RokPoint] = []
         for point in sorted(self.points, key=lambda point: (point.outcome.peak_bytes, -point.samples_per_s)):
             if not front or point.samples_per_s > front[-1].samples_per_s:
@@ -99,7 +99,7 @@ class RokCurve:
         return tuple(front)
 
     def to_json(self) -> str:
-        """Stable text: equal curves give equal bytes."""
+        """Serialise to stable JSON: equal curves give equal bytes."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
@@ -122,15 +122,15 @@ def rok(
     """Predict peak and time of a training step for every strategy, batch size and limit.
 
     Args:
-        make_model: called once per batch size. The model must compile to one graph with a loss that needs gradients.
-        max_slowdowns: one plan each, with the lowest peak that costs at most this share of the step.
-        memory_budgets_bytes: one plan each, with the least cost under this peak. What is out of reach is in
-            ``RokCurve.skipped``.
-        make_recomputing_model: the same model with every layer checkpointed; None leaves ``recompute`` out.
-        config: every other option. Plans are made for ``inner="inductor"`` and ``policy="auto"``.
+        make_model: called once per batch size. The model must compile to one graph, with a loss that needs gradients.
+        max_slowdowns: makes one plan each: the lowest peak that costs at most this share of the step time.
+        memory_budgets_bytes: makes one plan each: the least added time with a peak below this. Budgets that cannot be
+            met are listed in ``RokCurve.skipped``.
+        make_recomputing_model: the same model with every layer checkpointed; None skips ``recompute``.
+        config: all other options. Plans are made for ``inner="inductor"`` and ``policy="auto"``.
 
     Raises:
-        ConfigError: an option has a wrong value, or the model compiles to no training graph or to several.
+        ConfigError: an option has an invalid value, or the model does not compile to exactly one training graph.
     """
     config = dataclasses.replace(OffloadConfig() if config is None else config, inner="inductor", policy="auto")
     configs = [dataclasses.replace(config, max_slowdown=share, memory_budget_bytes=None) for share in max_slowdowns]
@@ -158,13 +158,13 @@ def rok(
     if on_progress is not None:
         on_progress("done", done, total)
     if make_recomputing_model is None:
-        skipped.append("recompute: no model with checkpointed layers was given")
+        skipped.append("recompute: make_recomputing_model was not given (--recomputing on the command line)")
     return RokCurve(points=tuple(points), skipped=tuple(skipped))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Planner:
-    """A traced step: makes a plan for one configuration after the other."""
+    """A traced step for which plans with several configurations can be made."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
@@ -175,7 +175,7 @@ class _Planner:
     times: Times | None
 
     def keep(self) -> RokOutcome:
-        # Nothing is as large as this: nothing moves, and the rest of the plan says what the step takes.
+        # No storage is this large, so the plan moves nothing and predicts the unchanged step.
         config = dataclasses.replace(self.config, min_tensor_bytes=1 << 62, memory_budget_bytes=None, recompute=False)
         plan = self._plan(config)
         return RokOutcome(peak_bytes=plan.peak_before_bytes, step_s=plan.step_s)
@@ -203,7 +203,7 @@ class _Planner:
 
 
 def _trace(make_model: MakeModel, batch: int, config: OffloadConfig) -> _Planner:
-    # Importing Inductor takes a second or more; nobody pays for it who does not use it.
+    # Imported here because importing Inductor takes a second or more.
     from ssdtrain_fx.compiler.inductor import PartitionedStep, capture_with_inductor
 
     found: list[PartitionedStep] = []
@@ -216,8 +216,8 @@ def _trace(make_model: MakeModel, batch: int, config: OffloadConfig) -> _Planner
     if len(found) != 1:
         raise ConfigError(
             f"The model compiles to {len(found)} training graphs at batch size {batch}; a curve needs exactly one. "
-            "A loss that needs gradients must come out of a model without graph breaks "
-            "(torch.compile(model, fullgraph=True) names them)."
+            "The model must have no graph breaks (torch.compile(model, fullgraph=True) names them) and return a loss "
+            "that requires gradients."
         )
     (step,) = found
     return _Planner(

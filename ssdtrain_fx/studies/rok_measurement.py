@@ -1,4 +1,4 @@
-"""Run the points of a recompute-offload-keep curve for real: one process each, taking turns."""
+"""Measure the points of a recompute-offload-keep curve: one process per point, interleaved step by step."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ VARIANTS: Mapping[Strategy, Variant] = {
 
 
 def measure_rok(curve: RokCurve, run: Run, *, steps: int, on_progress: OnProgress) -> RokCurve:
-    """The same curve with ``measured`` filled in.
+    """Measure every point, and return the curve with ``measured`` filled in.
 
-    The points of one batch size take turns, step by step, so that what else the machine does slows all of them alike.
+    The points of one batch size take turns step by step, so that other load on the machine slows all of them equally.
 
     Args:
-        run: model, sizes and device; batch, variant and limits are those of each point.
-        steps: of each time run. The first one compiles and does not count.
+        run: model, sizes and device. Batch, variant and limits come from each point.
+        steps: steps of each timed run. The first one compiles and does not count.
 
     Raises:
-        WorkerError: a process failed.
+        WorkerError: a worker process failed.
     """
     batches = tuple(dict.fromkeys(point.batch for point in curve.points))
     by_batch = [[point for point in curve.points if point.batch == batch] for batch in batches]
@@ -50,7 +50,7 @@ def measure_rok(curve: RokCurve, run: Run, *, steps: int, on_progress: OnProgres
 
 
 def run_of(point: RokPoint, run: Run) -> Run:
-    """What a worker is to train for ``point``: ``run`` with the point's batch size, variant and limit."""
+    """The run that measures ``point``: ``run`` with the batch size, variant and limit of the point."""
     options: dict[str, Any] = {**run.options}
     if point.strategy in PLANNED:
         options["recompute"] = point.strategy == "mixed"

@@ -1,4 +1,4 @@
-"""A recompute-offload-keep curve as a picture and as a table."""
+"""Show a recompute-offload-keep curve as a plot and as a table."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MIB = 1 << 20
 
 
 def draw_rok(curve: RokCurve, path: Path, *, title: str) -> None:
-    """Draw peak memory against samples per second as a PNG: one line per strategy, every point with its batch size.
+    """Plot samples per second against peak memory as a PNG: one line per strategy, each point with its batch size.
 
-    The line of a strategy joins what no other point of that strategy beats; a broad grey line does so for all of them.
+    The line of a strategy joins its Pareto front. A broad grey line joins the Pareto front of all points.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -46,17 +46,17 @@ def draw_rok(curve: RokCurve, path: Path, *, title: str) -> None:
             )
     measured = all(point.measured is not None for point in curve.points)
     axes.set_title(f"Recompute, offload, keep ({'measured' if measured else 'predicted'})\n{title}")
-    axes.set_xlabel("peak memory of a step [MiB]" if measured else "peak of what a step allocates [MiB]")
+    axes.set_xlabel("peak memory of a step [MiB]" if measured else "peak of the memory that a step allocates [MiB]")
     axes.set_ylabel("samples per second")
     axes.margins(x=0.1, y=0.1)
     axes.set_xlim(left=0)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(loc="best", title="labels: batch size, limit on time or peak")
+    axes.legend(loc="best", title="labels: batch size, time or peak limit")
     figure.savefig(path)
 
 
 def table_rows(curve: RokCurve) -> list[tuple[str, ...]]:
-    """One row per point: strategy, batch, limit, peak, milliseconds, samples per second, and a star on the front."""
+    """One row per point: strategy, batch, limit, peak, milliseconds, samples/s, and a star on the Pareto front."""
     front = set(curve.pareto_front())
     return [
         (

@@ -3,8 +3,8 @@
     module, make_batch = build("gpt2", layers=4, hidden=256, batch=8, sequence=512, vocab=2048)
     loss = module(*make_batch(torch.Generator().manual_seed(0)))
 
-Every module returns only its loss: logits that a caller holds could not leave memory. Weights are drawn from torch's
-global generator, so `torch.manual_seed` before `build` fixes them.
+Every module returns only its loss, because logits that the caller holds cannot leave memory. Weights are drawn from
+torch's global generator, so `torch.manual_seed` before `build` fixes them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Size:
 
     layers: int = 4
     hidden: int = 256
-    """Width. Attention has one head per 64, so use a multiple of 64. For ``conv``: channels."""
+    """Hidden size; for ``conv``, the number of channels. Attention heads have size 64, so use a multiple of 64."""
     batch: int = 4
     sequence: int = 256
-    """Tokens per example; for images, patches (``vit``) or pixels (``conv``), rounded down to a square."""
+    """Tokens per example; for images, number of patches (``vit``) or pixels (``conv``), rounded down to a square."""
     vocab: int = 1024
     dropout: float = 0.0
 
@@ -71,10 +71,10 @@ def build(
     vocab: int = 1024,
     dropout: float = 0.0,
 ) -> tuple[nn.Module, MakeBatch]:
-    """The model called `name` in training mode, and a function that makes a batch for it from a generator.
+    """Build the model `name` in training mode, and a function that makes a batch for it from a generator.
 
     Raises:
-        ValueError: the name is unknown (all valid ones are listed) or a size is out of range.
+        ValueError: the name is unknown (the message lists the valid ones) or a size is out of range.
         ModuleNotFoundError: the model comes from transformers, which is not installed.
     """
     if name not in MODELS:
@@ -85,13 +85,13 @@ def build(
 
 
 def text_batches(*, batch: int, sequence: int) -> MakeBatch:
-    """Batches of real text for a causal language model with 256 tokens: one token per byte.
+    """Make batches of real text for a causal language model with a vocabulary of 256: one token per byte.
 
-    The text is the source code of Python's standard library, so it is on every machine.
+    The text is the source code of Python's standard library, which is on every machine.
     """
     text = _standard_library_source()
     if len(text) <= sequence:
-        raise ValueError(f"The text has {len(text)} bytes; expected more than one sequence of {sequence}.")
+        raise ValueError(f"The text has {len(text)} bytes; expected more than sequence, which is {sequence}.")
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def make_batch(generator: torch.Generator) -> Batch:
@@ -106,7 +106,7 @@ def _standard_library_source() -> bytes:
 
 
 class CausalLanguageModel(nn.Module):
-    """Loss of predicting each token from those before it."""
+    """Loss for predicting each token from the tokens before it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class CausalLanguageModel(nn.Module):
 
 
 class MaskedLanguageModel(nn.Module):
-    """Loss of restoring the tokens that were masked; all other labels are -100."""
+    """Loss for predicting masked tokens; the labels of all other tokens are -100."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class MaskedLanguageModel(nn.Module):
 
 
 class SequenceToSequence(nn.Module):
-    """Loss of predicting each target token from the source and the target tokens before it."""
+    """Loss for predicting each target token from the source and the target tokens before it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class SequenceToSequence(nn.Module):
 
 
 class ImageClassifier(nn.Module):
-    """Loss of a model that gives logits, or an object with ``logits``, for a batch of images."""
+    """Classification loss of a model that returns logits, or an object with ``logits``, for a batch of images."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def _encoder(size: Size) -> tuple[nn.Module, MakeBatch]:
     layer = nn.TransformerEncoderLayer(
         size.hidden, size.heads, 4 * size.hidden, dropout=size.dropout, batch_first=True, activation="gelu"
     )
-    # In TransformerEncoder all layers start as copies of one; fresh ones make a less special model.
+    # TransformerEncoder initialises all layers as copies of one layer. Independent weights are more realistic.
     encoder = nn.TransformerEncoder(layer, size.layers, enable_nested_tensor=False)
     for parameter in encoder.parameters():
         if parameter.dim() > 1:
@@ -323,7 +323,7 @@ def _images(size: Size, side: int) -> MakeBatch:
     return make_batch
 
 
-# The defaults of transformers for special tokens lie outside a small vocabulary.
+# The default special tokens of transformers are outside a small vocabulary.
 _COMMON: Mapping[str, Any] = {
     "use_cache": False,
     "bos_token_id": 0,

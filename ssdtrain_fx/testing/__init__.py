@@ -1,6 +1,6 @@
-"""Unit-test passes and policies on toy models: no GPU, no disk profile, milliseconds per graph.
+"""Tools to unit-test passes and policies on toy models: no GPU, no hardware profile, milliseconds per graph.
 
-A test captures a training step, rewrites its joint graph, and looks at three things: the text, the bits, the bytes.
+A test captures a training step, rewrites its joint graph, and checks the graph's text, its results and its memory.
 
     from ssdtrain_fx.testing import assert_same_bits, capture_step, listing
 
@@ -11,7 +11,7 @@ A test captures a training step, rewrites its joint graph, and looks at three th
         assert_same_bits(step.run(joint), step.run())       # outputs and gradients
         assert max(step.measure(joint).live_bytes) < max(step.measure().live_bytes)     # memory of real storages
 
-Nothing here is needed for training.
+Training does not use this package.
 """
 
 from ssdtrain_fx.passes.graph.op_targets import find as calls

@@ -1,4 +1,4 @@
-"""A joint graph with what the first passes say about it, and a toy machine to plan for."""
+"""A joint graph with the results of the analysis passes, and a toy machine to plan for."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from ssdtrain_fx.passes.rewrites.verify_offloads import verify_offloads
 from ssdtrain_fx.testing.capture import CapturedStep
 
 _ENGINE = "{}"
-"""The engine with all defaults: its file has no name and lies in the temp directory."""
+"""The engine with all defaults: its spill file is unnamed, in the temporary directory."""
 _NO_LIMIT = 1e30
-"""Bytes per second of what takes no time."""
+"""Bytes per second of a transfer that takes no time."""
 
 
 def toy_hardware(disk_bytes_per_s: float = 1024, **changes: Any) -> Hardware:
-    """A machine that is little but a disk: what is not on the disk has not left, and only the disk takes time.
+    """A machine with a disk and no staging memory: a storage leaves memory once it is on disk. Copies take no time.
 
     Args:
-        disk_bytes_per_s: both ways; half of it each when both are busy.
+        disk_bytes_per_s: read and write rate of the disk; each is half of it while both are busy.
         changes: other fields of ``Hardware``.
     """
     free = Channel(bytes_per_s=_NO_LIMIT)
@@ -58,7 +58,7 @@ def toy_hardware(disk_bytes_per_s: float = 1024, **changes: Any) -> Hardware:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphAnalysis:
-    """A joint graph and what the first passes say about it."""
+    """A joint graph and the results of the analysis passes."""
 
     joint: ScheduledJointGraph
     alias_sets: AliasSets
@@ -73,13 +73,14 @@ class GraphAnalysis:
         budget_bytes: int | None = None,
         host_bytes: int = 0,
     ) -> Plan:
-        """What ``policy`` decides when every node takes a second, and ``disk`` bytes go either way meanwhile.
+        """Plan with ``policy`` for a machine where every node takes 1 s and the disk moves ``disk`` bytes/s each way.
 
-        No copies, no staging, no recomputation; with ``host_bytes`` a GPU whose staging is a host tier of that size.
+        There are no copies, no staging and no recomputation. With ``host_bytes`` the machine is a GPU whose staging
+        memory is a host tier of that size.
 
         Raises:
             PolicyError: a decision is not legal.
-            BudgetError: ``budget_bytes`` is out of reach.
+            BudgetError: ``budget_bytes`` cannot be met.
         """
         known = Analysis(
             joint=self.joint,
@@ -105,7 +106,7 @@ class GraphAnalysis:
         )
 
     def rewrite(self, plan: Plan) -> ScheduledJointGraph:
-        """Execute the plan on ``joint`` itself, which is returned for convenience, and verify what came out.
+        """Apply the plan to ``joint`` in place, verify the rewritten graph and return it.
 
         Raises:
             InternalError: the plan does not belong to this graph, or the rewritten graph breaks an invariant.
@@ -123,19 +124,21 @@ class GraphAnalysis:
         return self.joint
 
     def candidate(self, name: str) -> Candidate:
-        """The candidate that has a saved node of this name.
+        """Return the candidate that has a saved node of this name.
 
         Raises:
-            KeyError: that node is not saved; the message lists those that are.
+            KeyError: that node is not saved; the message lists the saved nodes.
         """
         for candidate in self.candidates:
             if name in [node.name for node in candidate.saved_nodes]:
                 return candidate
-        raise KeyError(f"{name} is not saved; saved are {', '.join(node.name for node in self.joint.saved)}")
+        raise KeyError(
+            f"{name} is not saved for backward; saved nodes: {', '.join(node.name for node in self.joint.saved)}"
+        )
 
 
 def analyse(step: CapturedStep | ScheduledJointGraph, *, min_tensor_bytes: int = 0) -> GraphAnalysis:
-    """Storages of a joint graph, and which of them may move."""
+    """Find the storages of a joint graph and the candidates for offloading."""
     joint = step.join() if isinstance(step, CapturedStep) else step
     alias_sets = find_alias_sets(joint.graph)
     return GraphAnalysis(joint, alias_sets, find_candidates(joint, alias_sets, min_tensor_bytes=min_tensor_bytes))

@@ -1,4 +1,4 @@
-"""Capture one training step: trace it as ``torch.compile`` does, partition it, run it once on real tensors."""
+"""Capture one training step: trace it as ``torch.compile`` does, partition it, and run it once on real tensors."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from ssdtrain_fx.testing.interpret import MeasuredMemory, copies, measure_memory
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 save_all: Partition = default_partition
-"""Backward recomputes nothing: what it needs is saved. The easiest to read."""
+"""Saves everything that backward needs, so backward recomputes nothing. The graphs are the easiest to read."""
 min_cut: Partition = min_cut_rematerialization_partition
-"""What the backend uses."""
+"""The partitioner that the backend uses."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """The two graphs that a partitioner made of a training step, and the arguments that they were called with."""
+    """The forward and backward graphs of a training step, and the arguments that they were called with."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_forward_outputs: int
-    """How many results of ``forward`` are not saved for backward."""
+    """Number of outputs of ``forward`` that are not saved for backward."""
     forward_args: tuple[Any, ...]
     backward_args: tuple[Any, ...]
 
     def join(self) -> ScheduledJointGraph:
-        """A new scheduled joint graph each time: what is done to it leaves the others alone."""
+        """Return a new scheduled joint graph. Each call returns a separate graph, so tests can modify it."""
         return join(self.forward, self.backward, num_forward_outputs=self.num_forward_outputs)
 
     def joint_args(self, joint: ScheduledJointGraph) -> list[Any]:
-        """Fresh copies of what the placeholders of ``joint`` stood for when the step ran."""
+        """Copies of the arguments for the placeholders of ``joint``, as captured when the step ran."""
         placeholders = self.backward.graph.find_nodes(op="placeholder")
         by_name = dict(zip([node.name for node in placeholders], self.backward_args, strict=True))
         return copies([*self.forward_args, *(by_name[node.name] for node in joint.backward_inputs)])
 
     def run(self, joint: ScheduledJointGraph | None = None) -> Any:
-        """(outputs, gradients) of ``joint`` on the captured arguments; of the step as it was captured for None.
+        """Run ``joint`` on the captured arguments and return (outputs, gradients). None runs the captured step itself.
 
-        Node by node, with the same random numbers every time. Offload nodes really move their tensors.
+        Runs node by node, with the same random numbers every time. Offload nodes really move their tensors.
         """
         joint = self.join() if joint is None else joint
         return run(joint.gm, self.joint_args(joint))
 
     def measure(self, joint: ScheduledJointGraph | None = None) -> MeasuredMemory:
-        """As ``run``, but what is returned is memory at every node."""
+        """Run as :meth:`run` does, but return the memory at every node."""
         joint = self.join() if joint is None else joint
         return measure_memory(joint.gm, self.joint_args(joint))
 
@@ -60,18 +60,17 @@ class CapturedStep:
 def capture_step(
     function: Callable[..., Any], *inputs: Any, partition: Partition = save_all, dynamic: bool = False
 ) -> CapturedStep:
-    """Trace ``function(*inputs)`` and its backward, and run both once to learn the arguments of the two graphs.
+    """Trace ``function(*inputs)`` and its backward, and run both once to record the arguments of the two graphs.
 
-    Parameters get no gradients, buffers get their values back, and the caller's random numbers go on as if nothing had
-    happened.
+    The gradients of parameters, the values of buffers and the state of the random number generators do not change.
 
     Args:
-        function: a module or a function whose graph does not break; it returns tensors.
-        inputs: as for ``function``. A parameter or one of them must require gradients.
-        dynamic: sizes become symbols.
+        function: a module or a function without graph breaks that returns tensors.
+        inputs: the arguments of ``function``. One of them or a parameter must require gradients.
+        dynamic: trace with symbolic sizes.
 
     Raises:
-        ValueError: nothing that ``function`` returns requires gradients.
+        ValueError: no output of ``function`` requires gradients.
     """
     graphs: list[tuple[fx.GraphModule, fx.GraphModule, int]] = []
     arguments: list[tuple[Any, ...]] = []
@@ -110,14 +109,14 @@ def capture_step(
         torch.manual_seed(0)
         _torch_private.compile_apart(function, trace, fullgraph=True, dynamic=dynamic)(*inputs)
     if not graphs:
-        raise ValueError(f"{function} makes no gradient of these inputs: nothing is saved for backward.")
+        raise ValueError(f"{function} saves nothing for backward: no output requires gradients for these inputs.")
     ((forward, backward, num_forward_outputs),) = graphs
     forward_args, backward_args = arguments
     return CapturedStep(forward, backward, num_forward_outputs, forward_args, backward_args)
 
 
 def _run_backward(results: Any, leaves: Sequence[Tensor]) -> None:
-    """Backward from tangents that are always the same; ``.grad`` of the leaves stays as it is."""
+    """Run backward from fixed tangents, without changing ``.grad`` of the leaves."""
     roots = [leaf for leaf in _torch_private.tree_leaves(results) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not roots:
         return

@@ -1,4 +1,4 @@
-"""Compare results to the bit."""
+"""Compare results bit by bit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def assert_same_bits(found: object, expected: object, *, strides: bool = False) 
     """Raise AssertionError unless every tensor in ``found`` has the bits of its counterpart in ``expected``.
 
     Args:
-        found: tensors and other values, in nested tuples, lists, dicts and named tuples. NaN equals the same NaN; 0.0
-            and -0.0 differ.
-        expected: the same.
-        strides: compare the strides as well.
+        found: tensors and other values, in nested tuples, lists, dicts and named tuples. A NaN equals a NaN with the
+            same bits; 0.0 and -0.0 differ.
+        expected: the values to compare with, in the same structure.
+        strides: compare strides too.
     """
     ours, theirs = _torch_private.leaves_by_path(found), _torch_private.leaves_by_path(expected)
     assert ours.keys() == theirs.keys(), f"found {list(ours)}, expected {list(theirs)}"
-    assert any(isinstance(value, Tensor) for value in theirs.values()), "there is no tensor to compare"
+    assert any(isinstance(value, Tensor) for value in theirs.values()), "expected contains no tensor to compare"
     for path, value in theirs.items():
         difference = _difference(ours[path], value, strides=strides)
         assert not difference, f"{path or 'the result'}: {difference}"
@@ -40,6 +40,6 @@ def _difference(found: object, expected: object, *, strides: bool) -> str:
 
 
 def _bytes_of(value: Tensor) -> Tensor:
-    """The bytes of every element, [elements, bytes]."""
+    """The bytes of every element, as a tensor of shape [elements, bytes]."""
     flat = value.detach().resolve_conj().resolve_neg().reshape(-1, 1).contiguous()
     return flat.view(torch.uint8)

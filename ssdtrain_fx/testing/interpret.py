@@ -1,4 +1,4 @@
-"""Run a graph node by node on real tensors, and count the storages that are really alive."""
+"""Run a graph node by node on real tensors, and measure the storages that are alive."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """Bytes that existed while each node ran, in graph order. Storages of the graph's inputs are left out."""
+    """Bytes that are allocated while each node runs, in graph order, without the storages of the graph's inputs."""
 
     live_bytes: tuple[int, ...]
-    """Everything, with reloaded tensors from their ``reload`` on."""
+    """All bytes. A reloaded tensor counts from its ``reload`` on."""
     token_bytes: tuple[int, ...]
-    """The part of it that is tokens and tickets, 8 bytes each, which no plan counts."""
+    """The bytes of tokens and tickets, 8 each. They are included in ``live_bytes``, but plans do not count them."""
 
 
 def run(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
-    """Node by node, on copies of the arguments, always with the same random numbers."""
+    """Run ``gm`` node by node on copies of the arguments, always with the same random numbers."""
     return _run(fx.Interpreter(gm), args)
 
 
 def measure_memory(gm: fx.GraphModule, args: Sequence[Any]) -> MeasuredMemory:
-    """As ``run``, and ask at every node which storages exist.
+    """Run as :func:`run` does, and measure at every node which storages are alive.
 
-    An oracle that shares nothing with ``ssdtrain_fx.passes.analysis.liveness``: it looks at weak references to real storages,
-    and knows no graph.
+    This is an oracle for ``ssdtrain_fx.passes.analysis.liveness`` and shares no code with it: it checks weak references
+    to real storages and does not analyse the graph.
     """
     counter = _StorageCounter(gm)
     _run(counter, args)
@@ -41,19 +41,19 @@ def measure_memory(gm: fx.GraphModule, args: Sequence[Any]) -> MeasuredMemory:
 
 
 def copies(values: Sequence[Any]) -> list[Any]:
-    """Copies that keep strides; graphs write into some of their inputs."""
+    """Copy tensors and keep their strides. Graphs write into some of their inputs, so each run needs copies."""
     return [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
 
 
 def _run(interpreter: fx.Interpreter, args: Sequence[Any]) -> Any:
-    held = copies(args)  # as a caller does
+    held = copies(args)  # a caller also holds its arguments
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return interpreter.run(*held)
 
 
 class _StorageCounter(fx.Interpreter):
-    """Holds weak references to storages only, so what it counts is what is really alive."""
+    """Holds only weak references to storages, so it keeps no storage alive."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
@@ -62,7 +62,7 @@ class _StorageCounter(fx.Interpreter):
         self._inputs: set[int] = set()
         self._sizes: dict[int, tuple[_torch_private.StorageWeakRef, int, bool]] = {}
         self._returning: dict[fx.Node, int] = {}
-        """Reloaded tensors that hide in the runtime between reload and wait, and their bytes."""
+        """Bytes of reloaded tensors that the runtime holds between reload and wait, by reload node."""
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)

@@ -1,4 +1,4 @@
-"""A graph as text that a test can expect: the same graph gives the same lines, in every process."""
+"""Print a graph as text for expected-output tests: the same graph gives the same lines in every process."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from torch import Tensor, fx
 
 
 def listing(graph: fx.Graph) -> str:
-    """One line per node: name, type and call. Short enough to check by eye.
+    """Print a graph, one line per node: name, type and call.
 
         primals_1: f32[4, 6]
         exp: f32[4, 6] = exp(primals_1)
         return ((sum_1), (mul))
 
-    Overloads are left out where they say nothing (``default``, ``Tensor``). Made for ``expecttest``.
+    Leaves out overload names that carry no information (``default``, ``Tensor``). Works well with ``expecttest``.
     """
     return "\n".join(map(_line, graph.nodes))
 
 
 def changes(before: str, after: str) -> str:
-    """What a pass did, in lines: ``-`` left out, ``+`` put in, each group with the line in front of it and behind it.
+    """Diff of two listings: ``-`` marks removed lines, ``+`` added ones. Each group has one line of context.
 
     Args:
-        before: what ``listing`` says of the graph, or any text.
-        after: the same behind the pass.
+        before: the listing of the graph before the pass, or any text.
+        after: the same after the pass.
     """
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=1, lineterm="")
     return "\n".join("..." if line.startswith("@@") else line for line in list(lines)[2:])
 
 
 def named(graph: fx.Graph, name: str) -> fx.Node:
-    """The node of this name.
+    """Return the node of this name.
 
     Raises:
-        KeyError: no node has it; the message lists those that there are.
+        KeyError: no node has this name; the message lists the names of all nodes.
     """
     for node in graph.nodes:
         if node.name == name:
             return node
-    raise KeyError(f"no node is named {name!r}; there are {', '.join(node.name for node in graph.nodes)}")
+    raise KeyError(f"no node is named {name!r}; nodes: {', '.join(node.name for node in graph.nodes)}")
 
 
 def _line(node: fx.Node) -> str:

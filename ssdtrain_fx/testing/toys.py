@@ -1,4 +1,4 @@
-"""Toy models, each with what makes one kind of graph hard to rewrite."""
+"""Toy models, each with a feature that makes its graph hard to rewrite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssdtrain_fx.testing.capture import CapturedStep, Partition, capture_step, m
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU and dropout: a 0-1 mask is saved, and a recomputable pointwise tail."""
+    """Two linear layers with GELU and dropout: saves a 0-1 mask, and has a pointwise tail that can be recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class Norms(nn.Module):
-    """Layer norms: ops with several results, of which backward reads three."""
+    """Layer norms: ops with several outputs; backward reads three of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Convolutions(nn.Module):
 
 
 class Deep(nn.Module):
-    """Six layers on a large batch: activations are most of the memory, and the peak is where forward ends."""
+    """Six layers on a large batch: most of the memory is activations, and the peak is at the end of forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,12 +79,12 @@ TOYS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convolutions": (Convolutions, (8, 2, 8, 8)),
     "deep": (Deep, (64, 8)),
 }
-"""Module and shape of its input, by name."""
+"""Module and input shape, by name."""
 
 
 @functools.cache
 def capture_toy(name: str, *, partition: Partition = min_cut, dynamic: bool = False) -> CapturedStep:
-    """The same step every time: ``CapturedStep.join`` copies, so tests cannot disturb each other."""
+    """Capture a step of a toy model. The result is shared; ``CapturedStep.join`` copies, so tests stay independent."""
     make, shape = TOYS[name]
     torch.manual_seed(0)
     module = make()

@@ -1,4 +1,4 @@
-"""Train for a few steps, to compare one compiler with another bit by bit."""
+"""Train for a few steps, to compare compilers bit by bit."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class Step(NamedTuple):
 
     loss: Tensor
     gradients: dict[str, Tensor]
-    """By the name of the parameter."""
+    """Gradients by parameter name."""
 
 
 def train(model: nn.Module, batches: Sequence[tuple[Any, ...]], backend: Any, **compile_options: Any) -> list[Step]:
-    """Forward and backward of a freshly compiled ``model`` on every batch; parameters and buffers stay as they are.
+    """Compile ``model`` and run forward and backward on every batch. Parameters and buffers keep their values.
 
-    Give every step other data: with the same data a backend that returns the activations of the step before passes.
-    All code that Dynamo has compiled so far is dropped.
+    Use different data in every step: with equal data, a backend that reloads the activations of the previous step would
+    go undetected. All code that Dynamo has compiled so far is dropped.
 
     Args:
         batches: the arguments of ``model``, one tuple per step.
-        backend: as for ``torch.compile``; ``compile_options`` too.
+        backend: passed to ``torch.compile``, as are ``compile_options``.
     """
     torch.compiler.reset()
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -43,5 +43,5 @@ def train(model: nn.Module, batches: Sequence[tuple[Any, ...]], backend: Any, **
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all gradients, by the name of the parameter."""
+    """Copy all gradients, by parameter name."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -1,4 +1,4 @@
-"""The command, run as users run it: in a process of its own."""
+"""The command line, run in a separate process as users run it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TINY = ("--steps", "3", "--layers", "2", "--hidden", "64", "--batch", "2", "--se
 
 def run_command(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
     program = ["-c", code] if code is not None else ["-m", "ssdtrain_fx"]
-    # Wide and without colour, whatever terminal the tests run in.
+    # Wide and without colour in any terminal.
     environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
     return subprocess.run(
         [sys.executable, *program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

@@ -23,7 +23,7 @@ REWRITING = {"copy_out_views", "insert_offloads"}
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    """A machine on which moving is cheap."""
+    """The profile of a machine on which offloading is cheap."""
     hardware: Hardware = toy_hardware(1e9, kernel_s=1e-3)
     path = tmp_path / "profile.json"
     path.write_text(hardware.to_json())
@@ -53,7 +53,7 @@ def test_every_pass_runs_and_prints_json_and_a_table(name: str, graph: Path, pro
 
 
 def test_rows_say_what_the_analyses_say(graph: Path, profile: Path) -> None:
-    """The toy has six layers, with 64 x 8 floats each."""
+    """The toy model has six layers with 64 x 8 floats each."""
     joint = from_json(graph.read_text())
     config = OffloadConfig(hardware=profile, min_tensor_bytes=64, max_slowdown=1.0)
     candidates = run_pass("candidates", joint, config).rows
@@ -83,7 +83,7 @@ def test_a_rewritten_graph_can_be_saved_and_is_verified(graph: Path, profile: Pa
 def test_the_host_tier_is_shown_saved_and_verified(
     graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU with staging for 16 pieces, of which 14 may stay: all that the toy saves."""
+    """The GPU has staging for 16 chunks. Of these, 14 may stay, which is enough for all that the toy model saves."""
     monkeypatch.setenv("COLUMNS", "300")
     gpu = tmp_path / "gpu.json"
     gpu.write_text(toy_hardware(1e9, kernel_s=1e-3, device="toy GPU", staging_bytes=32 << 20).to_json())
@@ -133,7 +133,7 @@ def test_the_list_names_every_pass_with_a_line(monkeypatch: pytest.MonkeyPatch) 
         (("plan", "{graph}", "--option", "max_slowdwn=1"), 2, "Did you mean 'max_slowdown'?"),
         (("plan", "{graph}.txt"), 2, "does not exist"),
         (("plan", "{graph}", "--save-graph", "/nowhere/at/all.json"), 2, "does not exist"),
-        (("plan", "{profile}"), 3, "no saved graph"),
+        (("plan", "{profile}"), 3, "not a saved graph"),
         (("plan", "{graph}", "--option", "hardware=/nowhere/at/all"), 3, "which cannot be used"),
         (
             ("plan", "{graph}", "--option", "hardware={profile}", "--option", "memory_budget_bytes=1"),

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Admitting:
-    """Stands in for :class:`Admission`: admits what ``choose`` says, and no release may wait."""
+    """Stands in for :class:`Admission`: ``choose`` decides what is admitted, and a release may wait forever."""
 
     def __init__(self, choose: Callable[[int], bool]) -> None:
         self.choose = choose
@@ -43,7 +43,7 @@ class Admitting:
 
 @pytest.fixture(params=["nothing", "every second", "every third"])
 def admitting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Admitting:
-    """Which tensors are admitted; the others stay."""
+    """Decides which tensors are admitted; the others stay in memory."""
     choices: dict[str, Callable[[int], bool]] = {
         "nothing": lambda number: False,
         "every second": lambda number: number % 2 == 0,
@@ -69,7 +69,7 @@ def train(model: nn.Module, compiler: Any, batches: list[Tensor], *, twice: bool
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What the engine copies within memory."""
+    """Tensors that the engine copies within memory."""
     copies: list[Tensor] = []
 
     def copy_with_layout(x: Tensor) -> Tensor:
@@ -85,12 +85,12 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_what_stays_gives_the_same_gradients(
     inner: str, twice: bool, admitting: Admitting, copies: list[Tensor]
 ) -> None:
-    """No copy in forward; only a backward that another one may follow makes one."""
+    """Forward makes no copy. Backward makes one only if another backward may follow."""
     torch.manual_seed(0)
     model = Tower()
     batches = [torch.randn(8, 32) for _ in range(3)]
     with functorch_config.patch(donated_buffer=not twice):
-        with inductor_config.patch(fx_graph_cache=False):  # it may hold code that overwrites what is saved
+        with inductor_config.patch(fx_graph_cache=False):  # the cache may hold code that overwrites saved tensors
             expected = train(model, inner, batches, twice=twice)
         before = statistics()
         config = dataclasses.replace(everything(inner), hardware=FAST_DISK)  # nothing is measured

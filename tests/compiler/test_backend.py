@@ -1,4 +1,4 @@
-"""What a user can pass, and what happens when it is wrong."""
+"""What a user can pass, and the errors for wrong values."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _mount_tmpfs(path: Path) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_full_disk_keeps_tensors_in_memory_and_training_goes_on(tmp_path: Path) -> None:
-    """A real file system of 1 MiB: most of a step does not fit."""
+    """On a real file system of 1 MiB, most of a step does not fit."""
     if not _mount_tmpfs(tmp_path):
         pytest.skip("mounting a small tmpfs needs root")
     try:

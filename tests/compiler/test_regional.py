@@ -1,4 +1,4 @@
-"""A model that is compiled layer by layer: what crosses from graph to graph, and in which order backward may come."""
+"""A model that is compiled layer by layer: activations between graphs, and possible orders of backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ssdtrain_fx.testing import assert_same_bits, gradients_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SLOW_DISK = dataclasses.replace(FAST_DISK, write=Channel(bytes_per_s=1.0), read=Channel(bytes_per_s=1.0))
-"""No write is over before forward ends, so every release is planned for its end."""
+"""No write completes before forward ends, so every release is planned for the end of forward."""
 WIDTH = 32
 INNERS = ["inductor", "aot_eager"]
 
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class Tower(nn.Module):
-    """What is not a layer runs as plain PyTorch."""
+    """Everything outside the layers runs as plain PyTorch."""
 
     def __init__(self, depth: int = 4) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def compile_layers(tower: Tower, compiler: Any) -> None:
 
 
 def compare(inner: Any, loop: Callable[[Tower, list[Tensor]], None], **options: Any) -> None:
-    """Run ``loop(model, batches)`` with and without offloading; gradients that accumulated must be equal."""
+    """Run ``loop(model, batches)`` with and without offloading. The accumulated gradients must be equal."""
     torch.manual_seed(0)
     tower = Tower()
     batches = [torch.randn(8, WIDTH) for _ in range(4)]
@@ -100,7 +100,7 @@ def one_forward_one_backward(tower: Tower, batches: list[Tensor]) -> None:
 
 
 def layer_by_layer(tower: Tower, batches: list[Tensor]) -> None:
-    """Every micro-batch through a layer before the next layer: no order that the engine foresees."""
+    """Run every micro-batch through a layer before the next layer: an order that the engine does not foresee."""
     xs = [tower.first(batch) for batch in batches]
     for layer in tower.layers:
         xs = [layer(x) for x in xs]
@@ -148,15 +148,15 @@ def test_gpt2_layer_by_layer_is_equal_to_inductor_to_the_bit_and_reads_ahead() -
         found.append(steps)
     assert_same_bits(found[1], found[0])
     done = settled_statistics().since(before)
-    # The input of each layer is one of 13 tensors, and the last layer is the only one that nobody reads ahead for.
+    # The input of each layer is one of 13 tensors. The last layer is the only one without read-ahead.
     assert done.offloads == len(batches) * 3 * 13
     assert 0 < done.ahead_bytes <= done.bytes_written * 2 // 3
     assert done.slots_in_use == 0
 
 
 def held_after_forward(tower: Tower, batch: Tensor) -> int:
-    """Bytes that forward has allocated and that are still there when it is over and nothing is in flight."""
-    tower(batch).backward()  # what is made once
+    """Bytes allocated by forward that are still allocated when it has finished and nothing is in flight."""
+    tower(batch).backward()  # one-time allocations
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         loss = tower(batch)
         settled_statistics()
@@ -167,9 +167,9 @@ def held_after_forward(tower: Tower, batch: Tensor) -> int:
 
 @pytest.mark.parametrize("inner", INNERS)
 def test_between_forward_and_backward_nothing_is_held_that_was_moved(inner: Any) -> None:
-    """Also the activations between the layers are gone: nobody but their layer needs them.
+    """The activations between the layers are freed too, because only their layer needs them.
 
-    By native AIO, because threads give memory back a moment after the engine is idle.
+    With native AIO, because threads free memory a moment after the engine is idle.
     """
     torch.manual_seed(0)
     tower, batch = Tower(), torch.randn(64, WIDTH)
@@ -186,7 +186,7 @@ def test_between_forward_and_backward_nothing_is_held_that_was_moved(inner: Any)
 
 
 def test_what_leaves_after_forward_has_returned_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hazard 1, at the seam of two graphs: the compiler reuses the memory of what a late release has let go."""
+    """Hazard 1 between two graphs: the compiler reuses the memory of a tensor after its late release."""
     forward_is_over = threading.Event()
     copy_out = CpuMover.copy_out
     count = 0
@@ -194,7 +194,7 @@ def test_what_leaves_after_forward_has_returned_is_not_overwritten(monkeypatch: 
     def copy_out_later(self: CpuMover, *arguments: Any) -> Any:
         nonlocal count
         count += 1
-        if count > 1:  # the first one is the input of the layer, which must leave before forward is over
+        if count > 1:  # the first is the layer's input, which must be offloaded before forward ends
             assert forward_is_over.wait(60)
         return copy_out(self, *arguments)
 
@@ -209,7 +209,7 @@ def test_what_leaves_after_forward_has_returned_is_not_overwritten(monkeypatch: 
             monkeypatch.setattr(CpuMover, "copy_out", copy_out_later)
         layer.compile(backend=compiler)
         y = layer(x * 2)
-        noise = [torch.full_like(y, float("nan")) for _ in range(64)]  # takes what memory is free
+        noise = [torch.full_like(y, float("nan")) for _ in range(64)]  # takes the free memory
         forward_is_over.set()
         y.square().sum().backward()
         del noise
@@ -265,7 +265,7 @@ def test_an_activation_that_two_graphs_save_is_written_once(inner: Any) -> None:
 
 
 def test_an_activation_that_was_written_to_in_between_is_another_one() -> None:
-    """Plain PyTorch refuses this backward. Here each layer gets back what it has seen."""
+    """Plain PyTorch refuses this backward. Here, each layer reloads the values that it has read."""
     torch.manual_seed(0)
     model, batch = Twice(), torch.randn(8, WIDTH)
     config = backend(everything("aot_eager"))
@@ -286,7 +286,7 @@ def test_an_activation_that_was_written_to_in_between_is_another_one() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"policy": "auto", "max_slowdown": 10.0}])
 def test_a_link_of_a_chain_has_no_host_tier(options: dict[str, Any]) -> None:
-    """All links would fill it at the same time. The same layer alone, whose input is nobody's activation, has one."""
+    """All links would fill it at the same time. The same layer alone, whose input is no activation, has one."""
     gpu = dataclasses.replace(FAST_DISK, device="toy GPU", staging_bytes=64 << 20)
     config = everything("aot_eager", hardware=gpu, **options)
     x = torch.randn(8, WIDTH, requires_grad=True)

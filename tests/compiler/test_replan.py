@@ -1,4 +1,4 @@
-"""A new plan when the disk drifts: when, how often, and that gradients stay the same across it."""
+"""New plans when the disk drifts: when, how often, and that gradients do not change."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_symbolic_shapes_are_told_from_static_ones() -> None:
 def test_gradients_are_the_same_before_across_and_after_a_new_plan(
     inner: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps on a disk that turns out to be slow. The forward before the new plan has its backward after it."""
+    """The disk turns out to be slow. A forward before the new plan has its backward after it."""
     torch.manual_seed(0)
     model = Tower()
     batches = [torch.randn(8, 32) for _ in range(DRIFT_STEPS + 3)]
@@ -106,7 +106,7 @@ def test_gradients_are_the_same_before_across_and_after_a_new_plan(
         found: list[dict[str, Tensor]] = []
         for batch in batches:
             pending.append(compiled(batch))
-            if len(pending) == 2:  # the backward of one forward comes after the next forward
+            if len(pending) == 2:  # each backward runs after the next forward
                 model.zero_grad(set_to_none=True)
                 pending.pop(0).backward()
                 found.append(gradients_of(model))

@@ -1,4 +1,4 @@
-"""The doctor: every line of its report, and that nothing can make it hang."""
+"""The doctor: every line of its report, and that it never hangs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def expect(finding: Finding, status: str, found: str, advice: str = "") -> None:
     assert bool(advice) or finding.advice == ""
 
 
-# -- one line each -----------------------------------------------------------------------------------------------------
+# -- one finding each --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def expect(finding: Finding, status: str, found: str, advice: str = "") -> None:
         ("2.13.0+cpu", "ok", ""),
         ("2.11.0", "ok", ""),
         ("2.15.1a0+git", "ok", ""),
-        ("2.10.2", "problem", "supported are 2.11 to 2.15: pip install"),
-        ("2.16.0", "warning", "newer ones have not been tried"),
+        ("2.10.2", "problem", "supported versions: 2.11 to 2.15; run pip install"),
+        ("2.16.0", "warning", "newer versions are untested"),
     ],
 )
 def test_torch(version: str, status: str, advice: str) -> None:
@@ -76,11 +76,11 @@ def test_the_supported_versions_are_those_that_the_package_asks_for() -> None:
     ("built_for", "driver", "status", "found", "advice"),
     [
         (None, NO_GPU, "ok", "torch without CUDA: CPU tensors", ""),
-        (None, GPU, "warning", "torch without CUDA, but NVIDIA H200", "install a torch that is built for CUDA"),
+        (None, GPU, "warning", "torch without CUDA, but NVIDIA H200", "install a torch built for CUDA"),
         ("13.0", NO_GPU, "ok", "no GPU: CPU tensors", ""),
         ("13.0", {"silent": "no answer"}, "ok", "no GPU", ""),
         ("13.2", GPU, "ok", "torch for CUDA 13.2, 1 x NVIDIA H200", ""),
-        ("13.0", {**GPU, "cuda": "12.8"}, "problem", "1 x NVIDIA H200", "the driver knows CUDA 12.8 only"),
+        ("13.0", {**GPU, "cuda": "12.8"}, "problem", "1 x NVIDIA H200", "the driver supports CUDA 12.8"),
     ],
 )
 def test_cuda(built_for: str | None, driver: Answer, status: str, found: str, advice: str) -> None:
@@ -93,8 +93,8 @@ LOADED = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Re
 @pytest.mark.parametrize(
     ("loaded", "driver", "status", "found", "advice"),
     [
-        (False, NO_GPU, "ok", "none is needed for CPU tensors", ""),
-        (True, NO_GPU, "problem", "580.95.05 is loaded, but no libcuda", "--gpus all"),
+        (False, NO_GPU, "ok", "CPU tensors need none", ""),
+        (True, NO_GPU, "problem", "580.95.05 is loaded, but libcuda is missing", "--gpus all"),
         (True, GPU, "ok", "580.95.05, CUDA 13.0", ""),
         (False, GPU, "ok", "present, CUDA 13.0", ""),
         (True, {"init_error": 803}, "problem", "cuInit fails with error 803", "the same version"),
@@ -129,7 +129,13 @@ def test_kvikio(
     [
         ({"installed": True, "gds": True}, GPU, True, "usable", ""),
         ({"installed": True, "gds": True}, GPU, False, "not usable: the kernel module nvidia-fs", "install nvidia-fs"),
-        ({"installed": True, "gds": False}, GPU, True, "not usable: KvikIO finds none", "install nvidia-fs"),
+        (
+            {"installed": True, "gds": False},
+            GPU,
+            True,
+            "not usable: KvikIO reports it as unavailable",
+            "install nvidia-fs",
+        ),
         ({"installed": False}, GPU, True, "not usable: KvikIO is not installed", "ssdtrain-fx[gds]"),
         ({"silent": "exit code 1"}, GPU, True, "not usable: KvikIO cannot be imported", "ssdtrain-fx[gds]"),
         ({"installed": True, "gds": True}, NO_GPU, True, "not usable: there is no usable GPU", ""),
@@ -152,7 +158,7 @@ def test_processor() -> None:
 def test_locked_memory() -> None:
     expect(doctor.check_locked_memory(resource.RLIM_INFINITY, GPU), "ok", "unlimited")
     expect(doctor.check_locked_memory(8 << 20, NO_GPU), "ok", "at most 8.00 MiB")
-    expect(doctor.check_locked_memory(8 << 20, GPU), "warning", "at most 8.00 MiB", "staging wants 1.00 GiB")
+    expect(doctor.check_locked_memory(8 << 20, GPU), "warning", "at most 8.00 MiB", "staging pins up to 1.00 GiB")
 
 
 def test_aio_requests(machine: Machine) -> None:
@@ -169,7 +175,7 @@ def test_aio_requests(machine: Machine) -> None:
         ("always [madvise] never\n", "ok", "madvise", ""),
         ("[always] madvise never\n", "ok", "always", ""),
         ("always madvise [never]\n", "warning", "never", "echo madvise"),
-        (None, "warning", "the kernel has none", "echo madvise"),
+        (None, "warning", "not supported by the kernel", "echo madvise"),
     ],
 )
 def test_huge_pages(machine: Machine, setting: str | None, status: str, found: str, advice: str) -> None:
@@ -210,15 +216,15 @@ def test_a_good_directory() -> None:
 @pytest.mark.parametrize(
     ("changes", "name", "status", "advice"),
     [
-        (mounted("tmpfs"), "directory", "problem", "lies in memory"),
+        (mounted("tmpfs"), "directory", "problem", "is in memory"),
         (mounted("nfs4"), "directory", "warning", "network"),
         (mounted("fuse.sshfs"), "directory", "warning", "network or user-space"),
         (mounted("overlay"), "directory", "warning", "container"),
         ({"direct": "open: Invalid argument"}, "direct I/O", "warning", "page cache"),
         ({"direct": "open: Permission denied"}, "direct I/O", "problem", "writable"),
         ({"direct": "open: Read-only file system"}, "direct I/O", "problem", "writable"),
-        ({"free_bytes": 5 * GIB}, "free space", "warning", "stays in memory"),
-        ({"free_bytes": GIB // 2}, "free space", "problem", "stays in memory"),
+        ({"free_bytes": 5 * GIB}, "free space", "warning", "stay in memory"),
+        ({"free_bytes": GIB // 2}, "free space", "problem", "stay in memory"),
         (mounted("ext4", "sync"), "mount options", "warning", "mount without sync"),
         (mounted("ext4", "data=journal"), "mount options", "warning", "data=ordered"),
         ({"leftovers": ["ssdtrain-abcdefgh"]}, "leftovers", "warning", "remove them"),
@@ -262,12 +268,12 @@ def test_drive(machine: Machine) -> None:
     assert doctor.find_drive("259:2", machine) == drive
     assert doctor.find_drive("0:27", machine) is None
     expect(doctor.check_drive(drive, machine), "ok", "nvme0n1, Samsung SSD 990 PRO 2TB")
-    expect(doctor.check_drive(None, machine), "ok", "unknown, ask lsblk")
+    expect(doctor.check_drive(None, machine), "ok", "unknown, no block device: run lsblk")
 
 
 def test_a_rotating_disk(machine: Machine) -> None:
     drive = make_drive(machine, "sda", model=None, rotational="1")
-    expect(doctor.check_drive(drive, machine), "warning", "sda, model unknown: ask lsblk", "rotating")
+    expect(doctor.check_drive(drive, machine), "warning", "sda, model unknown: run lsblk", "rotating")
 
 
 @pytest.mark.parametrize(
@@ -275,8 +281,8 @@ def test_a_rotating_disk(machine: Machine) -> None:
     [
         ('{"percent_used": 3, "data_units_written": 40000000}', "ok", "20.5 TB written, 3 % of the rated", ""),
         ('{"percentage_used": 91, "data_units_written": 1}', "warning", "91 % of the rated", "worn out"),
-        ("Permission denied", "ok", "unknown: sudo nvme smart-log /dev/nvme0n1; the data sheet", ""),
-        (None, "ok", "unknown: sudo nvme smart-log /dev/nvme0n1", ""),
+        ("Permission denied", "ok", "unknown: run sudo nvme smart-log /dev/nvme0n1, and see TBW in its data sheet", ""),
+        (None, "ok", "unknown: run sudo nvme smart-log /dev/nvme0n1", ""),
     ],
 )
 def test_endurance(
@@ -288,7 +294,7 @@ def test_endurance(
     found: str,
     advice: str,
 ) -> None:
-    """A stand-in for nvme-cli."""
+    """A script replaces nvme-cli."""
     drive = make_drive(machine, "nvme0n1", model="X")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     if log is not None:
@@ -296,18 +302,23 @@ def test_endurance(
         (tmp_path / "bin/nvme").chmod(0o755)
     with Questions(60) as questions:
         expect(doctor.check_endurance(drive, questions), status, found, advice)
-        expect(doctor.check_endurance(Path("sda"), questions), "ok", "unknown: the data sheet")
+        expect(doctor.check_endurance(Path("sda"), questions), "ok", "unknown: see TBW in its data sheet")
 
 
 def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSDTRAIN_PROFILE_DIR", str(tmp_path / "profiles"))
     hardware: Hardware = FAST_DISK
     key = profile_key("cpu", [str(tmp_path)])
-    expect(doctor.check_profile([str(tmp_path)], NO_GPU), "ok", "none for cpu", "ssdtrain-fx probe does it better")
+    expect(
+        doctor.check_profile([str(tmp_path)], NO_GPU),
+        "ok",
+        "none for cpu",
+        "ssdtrain-fx probe measures more accurately",
+    )
     store_profile(key, hardware, replace=True)
     expect(doctor.check_profile([str(tmp_path)], NO_GPU), "ok", str(profile_path(key)))
     profile_path(key).write_text("{}")
-    expect(doctor.check_profile([str(tmp_path)], NO_GPU), "warning", str(profile_path(key)), "measured again")
+    expect(doctor.check_profile([str(tmp_path)], NO_GPU), "warning", str(profile_path(key)), "measures again")
 
 
 # -- the probes --------------------------------------------------------------------------------------------------------
@@ -347,16 +358,16 @@ def test_leftovers_are_old_and_named_as_the_runtime_names_files(tmp_path: Path) 
 
 def test_direct_io_is_really_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "No such file" in doctor_probes.try_direct_io(tmp_path / "nowhere")
-    monkeypatch.setattr(os, "pwrite", lambda *_: 4096)  # a disk that takes everything and keeps nothing
+    monkeypatch.setattr(os, "pwrite", lambda *_: 4096)  # a disk that accepts writes and discards them
     assert doctor_probes.try_direct_io(tmp_path) != ""
     assert list(tmp_path.iterdir()) == []
 
 
-# -- answers that do not come ------------------------------------------------------------------------------------------
+# -- missing answers ---------------------------------------------------------------------------------------------------
 
 
 def test_a_question_without_an_answer_is_given_up_with_everything_that_it_started(tmp_path: Path) -> None:
-    """A child waits for ever and holds the pipe of its parent, who waits for it."""
+    """A child process waits forever and holds the pipe of its parent, which waits for the child."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     program = (
@@ -379,7 +390,7 @@ def test_a_question_without_an_answer_is_given_up_with_everything_that_it_starte
     [
         ("import sys; sys.exit('libfoo.so is missing')", "exit code 1: libfoo.so is missing"),
         ("import os; os.kill(os.getpid(), 11)", "signal 11"),
-        ("print('hello')", "no JSON: b'hello"),
+        ("print('hello')", "output is not JSON: b'hello"),
     ],
 )
 def test_a_probe_that_fails_says_how(program: str, why: str) -> None:
@@ -391,7 +402,7 @@ def test_a_probe_that_fails_says_how(program: str, why: str) -> None:
 def test_a_check_that_fails_is_a_finding_and_the_others_stay(machine: Machine, tmp_path: Path) -> None:
     """A machine without /proc and /sys."""
     findings = {finding.name: finding for finding in doctor.examine([str(tmp_path)], timeout_s=60, machine=machine)}
-    expect(findings["AIO requests"], "warning", "cannot be found out: FileNotFoundError")
+    expect(findings["AIO requests"], "warning", "check failed: FileNotFoundError")
     assert {"torch", "directory", "leftovers", "drive"} <= set(findings)
 
 
@@ -422,7 +433,7 @@ def test_a_problem_is_exit_code_1() -> None:
 def test_a_driver_and_a_kvikio_that_hang_do_not_hang_the_doctor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A libcuda whose first call never returns, and a KvikIO whose import never returns."""
+    """The first call of libcuda and the import of KvikIO never return."""
     source = tmp_path / "stub.c"
     source.write_text("#include <unistd.h>\nint cuInit(unsigned flags) { for (;;) pause(); }\n")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(tmp_path / "libcuda.so.1"), str(source)], check=True)

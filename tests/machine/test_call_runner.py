@@ -1,4 +1,4 @@
-"""Calls really run, on this CPU; the clock and the GPU are stand-ins."""
+"""Calls really run on this CPU; the clock and the GPU are stand-ins."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DROPOUT = call(aten.native_dropout.default, layout(64), 0.5, True)
 
 
 class FakeClock:
-    """Runs the call, and tells the next of ``seconds`` again and again."""
+    """Runs the call, and returns the next of ``seconds``, which repeat."""
 
     def __init__(self, *seconds: float) -> None:
         self.seconds_told = seconds
@@ -59,7 +59,7 @@ class FakeClock:
 
 
 def test_the_median_of_a_round_and_the_shortest_round() -> None:
-    """The fourth answer of the last round is that of the empty kernel, which nobody looks at."""
+    """The clock starts over for the empty kernel, whose time is not checked."""
     clock = FakeClock(1e-6, 9e-3, 5e-6, 2e-6, 3e-6, 4e-6, 7e-6, 7e-6, 7e-6)
     assert run_calls([MM], lambda device: clock) == [3e-6]
 
@@ -121,7 +121,7 @@ def test_tensors_have_the_layouts_of_the_graph(name: str) -> None:
 def test_an_expanded_tensor_takes_the_memory_of_one_row() -> None:
     (made,), _ = make_arguments(call(aten.sum.default, layout(1000, 4, stride=(0, 1))))
     assert made.shape == (1000, 4) and made.untyped_storage().nbytes() == 16
-    assert made[0].unique().numel() == 4, "random, not all the same"
+    assert made[0].unique().numel() == 4, "random numbers, not all equal"
 
 
 def test_large_tensors_are_filled_to_the_end() -> None:
@@ -177,7 +177,7 @@ def test_random_numbers_are_untouched_though_dropout_draws() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     args, _ = make_arguments(DROPOUT)
     DROPOUT.target(*args)
-    assert not torch.equal(torch.get_rng_state(), before), "or this test shows nothing"
+    assert not torch.equal(torch.get_rng_state(), before), "else this test shows nothing"
 
 
 def test_random_numbers_are_untouched_after_a_failure() -> None:
@@ -242,14 +242,14 @@ print(seen[0] - before - os.cpu_count())
 
 
 def test_products_run_on_as_many_threads_as_the_user_has_set() -> None:
-    """A new thread would take one for each core: products do not ask torch, nor does filling small tensors."""
+    """In a new thread they would use one per core: neither products nor filling small tensors ask torch."""
     done = subprocess.run([sys.executable, "-c", COUNT_THREADS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 3
 
 
 def test_memory_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the tensors of a call are made, those of all calls before are gone."""
+    """When the tensors of a call are allocated, those of all earlier calls are freed."""
     made: list[tuple[Call, weakref.ref[Tensor]]] = []
     alive: list[int] = []
     original = call_runner.make_arguments
@@ -287,7 +287,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """Writes down what is asked of a GPU; ``state`` stands for its random numbers."""
+    """Records the calls to a GPU; ``state`` stands for its random number generator."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -300,7 +300,7 @@ class FakeCuda:
     @contextlib.contextmanager
     def device(self, device: torch.device) -> Generator[None]:
         self.log.append(f"enter {device}")
-        self.state += 1  # what runs on it draws
+        self.state += 1  # what runs on it draws random numbers
         try:
             yield
         finally:
@@ -327,7 +327,7 @@ def test_on_a_gpu_events_tell_the_time_and_its_random_state_is_put_back(target: 
     assert cuda.log[-3:] == ["restore cuda:1", "leave", "empty_cache"]
     if target is aten.sin.default:
         assert found == 0.25e-3
-        assert cuda.log[1:4] == ["record", "record", "synchronize"], "warmed up before, without a clock"
+        assert cuda.log[1:4] == ["record", "record", "synchronize"], "the warm-up run is not timed"
         assert cuda.log.count("synchronize") == call_runner.ROUNDS * call_runner.RUNS
         assert cuda.log.count("restore cuda:1") == call_runner.ROUNDS
     else:

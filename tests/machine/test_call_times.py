@@ -1,4 +1,4 @@
-"""Times are measured once and then known: in the process, in the file, and by everybody who comes at the same time."""
+"""Times are measured once and then known: in the process, in the file, and in processes that measure concurrently."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def product(size: int) -> Call:
 
 
 class FakeRunner:
-    """Says ``first``, ``first + 1``, ...; calls of size 13 cannot be run."""
+    """Returns ``first``, ``first + 1``, ...; calls of size 13 cannot run."""
 
     def __init__(self, first: float) -> None:
         self.next = first
@@ -59,7 +59,7 @@ class FakeRunner:
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the times of this test are kept."""
+    """The directory that stores the times of this test."""
     path = tmp_path / "profiles"
     monkeypatch.setenv("SSDTRAIN_PROFILE_DIR", str(path))
     return path
@@ -105,7 +105,7 @@ def test_processes_that_measure_at_the_same_time_go_on_with_what_was_stored_firs
     slow, quick = CallTimes(KEY, slow_run), CallTimes(KEY, FakeRunner(50.0))
     slow_run.meanwhile = lambda: quick.of([product(2), product(5)])
     assert slow.of([product(2), product(3)]) == {product(2).key: 50.0, product(3).key: 2.0}
-    assert quick.of([product(3)]) == {product(3).key: 2.0}, "known from the file, though loaded before"
+    assert quick.of([product(3)]) == {product(3).key: 2.0}, "known from the file, although it was loaded before"
     assert slow.generation == quick.generation
 
 
@@ -190,8 +190,8 @@ def test_a_broken_file_is_replaced_by_another_generation(
     assert "cannot be used" in caplog.text
     assert again.generation != first.generation
     assert CallTimes(KEY, FakeRunner(0.0)).of([product(2)]) == {product(2).key: 8.0}
-    assert first.of([product(2), product(4)]) == {product(2).key: 1.0, product(4).key: 2.0}, "its own answers stay"
-    assert CallTimes(KEY, FakeRunner(3.0)).of([product(4)]) == {product(4).key: 3.0}, "and stay out of the new file"
+    assert first.of([product(2), product(4)]) == {product(2).key: 1.0, product(4).key: 2.0}, "it keeps its times"
+    assert CallTimes(KEY, FakeRunner(3.0)).of([product(4)]) == {product(4).key: 3.0}, "not written to the new file"
 
 
 def test_a_file_that_is_gone_is_written_again(directory: Path) -> None:
@@ -256,7 +256,7 @@ def explained(**options: Any) -> Report:
 
 
 def test_products_are_measured_and_what_inductor_fuses_is_not(directory: Path) -> None:
-    """Four layers: four products in forward, and in backward two for each but the first, which has one."""
+    """Four layers have four products in forward. In backward, the first layer has one product, the others have two."""
     (graph,) = explained().graphs
     assert graph.costs.measured == 4 + 4 + 3
     assert graph.costs.unmeasured == ()
@@ -275,7 +275,7 @@ def test_node_by_node_everything_is_measured() -> None:
 
 
 def test_plans_follow_what_was_measured(directory: Path) -> None:
-    """Products that are said to take an hour make a step of eleven hours."""
+    """If each product is reported to take an hour, the step takes eleven hours."""
     explained()
     path = stored_in(directory)
     content = json.loads(path.read_text())
@@ -303,7 +303,7 @@ print(explained(inner=sys.argv[3], max_slowdown=0.2).plan.to_json())
 
 @pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
 def test_processes_with_the_same_file_make_the_same_plan(inner: str, directory: Path) -> None:
-    """Byte for byte: the process that measures, and those that find its times, whatever their hash seeds."""
+    """The process that measures and those that read its times agree byte for byte, whatever their hash seeds."""
     plans: list[str] = []
     files: list[bytes] = []
     for role, seed in (("measures", "1"), ("knows", "2"), ("knows", "3")):
@@ -332,17 +332,17 @@ def test_compile_caches_tell_costs_and_generations_apart(directory: Path) -> Non
     assert by_roofline != measured
     assert uuid_of(costs="measured") == measured
     explained()
-    assert uuid_of(costs="measured") == measured, "another graph was measured, and what was known stays"
+    assert uuid_of(costs="measured") == measured, "another graph was measured; known times do not change"
     call_times._loaded.clear()
     assert uuid_of(costs="measured") == measured, "as in another process"
     call_times._loaded.clear()
     stored_in(directory).unlink()
-    assert uuid_of(costs="measured") != measured, "what will be measured is not what the plans were made from"
+    assert uuid_of(costs="measured") != measured, "new measurements differ from those that the plans used"
     assert uuid_of() == by_roofline
 
 
 def test_settings_of_inductor_can_still_be_copied() -> None:
-    """Inductor deep-copies them, with our partitioner inside, and locks cannot be."""
+    """Inductor deep-copies them, including our partitioner, and locks cannot be copied."""
     model, batches = small_model("encoder")
     torch.compile(model, backend=backend(OffloadConfig(costs="measured", hardware=FAST_DISK)))(*batches[0]).backward()
 

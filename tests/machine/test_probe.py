@@ -1,4 +1,4 @@
-"""Measuring a machine, keeping what was found, and the command that shows it."""
+"""Measuring a machine, storing the profile, and the command that shows it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OTHER = dataclasses.replace(HARDWARE, kernel_s=5e-6)
 
 
 class Measurements:
-    """Stands in for ``measure_hardware``: finds ``hardware``, and counts."""
+    """Stands in for ``measure_hardware``: returns ``hardware``, and counts its calls."""
 
     def __init__(self) -> None:
         self.hardware = HARDWARE
@@ -57,7 +57,7 @@ class Measurements:
 
 @pytest.fixture(autouse=True)
 def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory of profiles, and a process that knows none."""
+    """An empty directory of profiles, and a process that has loaded none."""
     directory = tmp_path / "profiles"
     monkeypatch.setenv("SSDTRAIN_PROFILE_DIR", str(directory))
     monkeypatch.setattr(probe, "_known", {})
@@ -72,7 +72,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> Measurements:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if another process asked."""
+    """Forget loaded profiles, as in another process."""
     monkeypatch.setattr(probe, "_known", {})
 
 
@@ -137,7 +137,7 @@ def test_the_key_is_the_file_systems_not_the_directorys(tmp_path: Path) -> None:
         ('{"format": 1, "key"', "Expecting"),
         ("[]", "list indices"),
         ('{"format": 0}', f"format 0, expected {profile_store.FORMAT}"),
-        (f'{{"format": {profile_store.FORMAT}, "key": {{}}}}', "it is for {}, expected"),
+        (f'{{"format": {profile_store.FORMAT}, "key": {{}}}}', "its key is {}, expected"),
         ("\udcff", "can't decode"),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_profile_with_other_fields_is_measured_again(measurements: Measurement
 def test_who_stores_first_is_right(
     measurements: Measurements, ssd_dir: str, monkeypatch: pytest.MonkeyPatch, profiles: Path
 ) -> None:
-    """1. this process finds nothing and measures; 2. meanwhile another one stores; 3. both plan with the other's."""
+    """1. This process finds no profile and measures. 2. Another one stores its profile first. 3. Both use that one."""
     key = profile_key("cpu", (ssd_dir,))
 
     def measure(device: str, directory: str, *, quick: bool) -> Hardware:
@@ -216,7 +216,7 @@ def test_a_busy_machine_leaves_no_trace(
 def test_a_product_slower_than_memory_is_measured_again(
     measurements: Measurements, ssd_dir: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Threads that wait for a processor made a product run at a thousandth of its rate, and a plan was made of that."""
+    """This happened: threads waited for a processor, a product ran at a thousandth of its rate, and a plan used it."""
     slow = dataclasses.replace(HARDWARE, flops_per_s={"float32": 0.4e9})
     found = iter([slow, HARDWARE, slow])
     monkeypatch.setattr(probe, "measure_hardware", lambda *_, **__: next(found))
@@ -248,7 +248,7 @@ def test_this_machine_has_sane_rates(ssd_dir: str) -> None:
     threads = torch.get_num_threads()
     start_s = time.monotonic()
     hardware = measure_hardware("cpu", ssd_dir, quick=True, on_step=lambda *step: steps.append(step))
-    assert time.monotonic() - start_s < 120  # two or three seconds where nothing else runs
+    assert time.monotonic() - start_s < 120  # two or three seconds if nothing else runs
     assert torch.get_num_threads() == threads
     assert hardware == Hardware.from_json(hardware.to_json())
     assert hardware.device == "cpu" and hardware.copies_block_compute
@@ -258,7 +258,7 @@ def test_this_machine_has_sane_rates(ssd_dir: str) -> None:
     for rate in (hardware.memory_bytes_per_s, hardware.write.bytes_per_s, hardware.read.bytes_per_s):
         assert 1e5 < rate < 1e13
     assert 0 < hardware.kernel_s < 10
-    assert hardware.staging_bytes in (0, CPU_BUDGET_BYTES)  # 0 where the disk reaches tensors themselves
+    assert hardware.staging_bytes in (0, CPU_BUDGET_BYTES)  # 0 if the disk transfers tensors directly
     total = steps[0][2]
     assert [(done, of) for _, done, of in steps] == [(done, total) for done in range(total + 1)]
     assert list(Path(ssd_dir).iterdir()) == []
@@ -268,7 +268,7 @@ def test_this_machine_has_sane_rates(ssd_dir: str) -> None:
 def test_what_transfers_take_from_the_products_beside_them_is_a_cost(
     tmp_path: Path, busy_s: tuple[float, ...], taken_s: float
 ) -> None:
-    """The median of pairs; that products are faster beside transfers is noise."""
+    """The median of pairs counts. If products are faster during transfers, that is noise."""
     with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
         beside = _BesideCompute(Traffic(engine, torch.device("cpu")))
     beside._samples["in", 4096] = [
@@ -279,7 +279,7 @@ def test_what_transfers_take_from_the_products_beside_them_is_a_cost(
 
 
 def test_transfers_cost_what_they_would_on_an_undisturbed_machine(tmp_path: Path) -> None:
-    """While everything takes thrice its time, so do the ops: the products beside them tell."""
+    """When everything takes three times as long, so do the ops; the products between them show it."""
     with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
         beside = _BesideCompute(Traffic(engine, torch.device("cpu")))
     beside._samples["out", 4096] = [_Sample(product_s=0.1, taken_s=0.0, ops_s=[9.0])]
@@ -307,7 +307,7 @@ def test_noise_makes_no_negative_latency_and_no_infinite_rate(large_s: float) ->
     [(2.0, 1.0), (3.0, 0.5), (2.25, 0.8), (1.5, 1.0), (0.5, 1.0), (100.0, 0.1)],
 )
 def test_share_of_two_directions(both_s: float, share: float) -> None:
-    """1 s and 2 s alone. At half its rate the short one takes 2 s, the long one is half done, and takes 1 s more."""
+    """1 s and 2 s alone. At half rate, the short one takes 2 s. Then the long one is half done and takes 1 s more."""
     assert share_of(1.0, 2.0, both_s) == share_of(2.0, 1.0, both_s) == pytest.approx(share)
 
 
@@ -320,7 +320,7 @@ def test_too_little_room(ssd_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeEvent:
-    """Takes 250 ms from one ``record`` to the next, by the clock of the device."""
+    """From one ``record`` to the next, 250 ms pass on the device's clock."""
 
     now_ms = 0.0
 
@@ -398,7 +398,7 @@ def test_the_command_shows_and_keeps_the_profile(
     assert measurements.quick is False
     assert Hardware.from_json(path.read_text()) == HARDWARE
     (kept,) = profiles.iterdir()
-    assert f"Kept in: {kept}" in done.output
+    assert f"Stored in: {kept}" in done.output
     for figure in ("200.0 GFLOP/s", "400.0 GFLOP/s", "50.0 GB/s", "3.00 GB/s", "100.0 µs", "60 %", "12.00 MiB"):
         assert figure in done.output
     assert load_hardware("cpu", ssd_dir) == HARDWARE
@@ -432,7 +432,7 @@ def test_shares_of_given_references(wide: CliRunner, measurements: Measurements,
 def test_json_alone_on_standard_output(wide: CliRunner, measurements: Measurements, ssd_dir: str) -> None:
     done = wide.invoke(app, ["probe", "--ssd-dir", ssd_dir, "--json", "-"])
     assert Hardware.from_json(done.stdout) == HARDWARE
-    assert "Kept in" in done.stderr
+    assert "Stored in" in done.stderr
 
 
 def test_the_command_measures_again_and_replaces(wide: CliRunner, measurements: Measurements, ssd_dir: str) -> None:
@@ -482,7 +482,7 @@ def test_fio_is_asked_where_it_is_installed(
     done = wide.invoke(app, ["probe", "--ssd-dir", ssd_dir, "--reference-write", "30"])
     assert done.exit_code == 0, done.output
     rows = {line.split("│")[1].strip(): line for line in done.output.splitlines() if "│" in line}
-    assert "10 %" in rows["SSD write"]  # what was given goes before what was found
+    assert "10 %" in rows["SSD write"]  # the given rate has priority over the one that fio found
     assert "40 %" in rows["SSD read"]
     fio.write_text("#!/bin/sh\nexit 1\n")
     assert run_fio([ssd_dir]) is None

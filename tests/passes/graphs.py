@@ -1,4 +1,4 @@
-"""What the tests of passes share beyond :mod:`ssdtrain_fx.testing`: random programs."""
+"""Helpers for the tests of passes, in addition to :mod:`ssdtrain_fx.testing`: random programs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ssdtrain_fx.testing import CapturedStep, Partition, capture_step, capture_t
 
 RANDOM_OPS = ["add", "mul", "relu", "sin", "mm", "transpose", "view", "reshape", "split", "expand", "softmax", "norm"]
 if torch.__version__.startswith("2.12."):
-    RANDOM_OPS.remove("expand")  # AOTAutograd of that version cannot take the gradient of an expanded output
+    RANDOM_OPS.remove("expand")  # AOTAutograd in torch 2.12 cannot differentiate an expanded output
 Program = tuple[tuple[str, int, int], ...]
-"""Instructions ``(op, a, b)``: apply the op to earlier values number a and b, counted modulo how many there are."""
+"""Instructions ``(op, a, b)``: apply the op to earlier values a and b, as indices modulo the number of values."""
 
 
 def random_programs(*, max_size: int = 12) -> st.SearchStrategy[Program]:
@@ -25,7 +25,7 @@ def random_programs(*, max_size: int = 12) -> st.SearchStrategy[Program]:
 
 
 def capture_program(program: Program, *, partition: Partition = save_all) -> CapturedStep:
-    """Interpret ``program`` on two matrices; it returns a loss over its last three values, and the last itself."""
+    """Interpret ``program`` on two matrices. It returns a loss over its last three values, and the last value."""
 
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         values = [x.sin(), w.cos()]
@@ -40,7 +40,7 @@ def capture_program(program: Program, *, partition: Partition = save_all) -> Cap
 
 
 def _apply(op: str, a: Tensor, b: Tensor) -> list[Tensor]:
-    """The results of one instruction; none where the shapes do not allow it."""
+    """The results of one instruction; none if the shapes do not allow it."""
     match op:
         case "add" if a.shape == b.shape:
             return [a + b]
@@ -74,12 +74,12 @@ def capture_toy_or_program(name_or_program: str | Program) -> CapturedStep:
 
 
 def matrix(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A random matrix that wants a gradient."""
+    """A random matrix that requires a gradient."""
     return torch.randn(shape or (4, 6), dtype=dtype, requires_grad=True)
 
 
 def live_at_marker(step: CapturedStep, joint: ScheduledJointGraph) -> int:
-    """Bytes that really exist where backward begins."""
+    """The measured live bytes at the start of backward."""
     return step.measure(joint).live_bytes[joint.positions()[joint.marker]]
 
 

@@ -1,10 +1,10 @@
-"""Transfer problems as layered networks make them, from a seed or as a hypothesis strategy.
+"""Transfer problems like those of layered networks, from a seed or as a hypothesis strategy.
 
 forward    every layer makes one or two storages that backward reads, with nodes between; a few storages are read
-           once more, layers later
-backward   reads them in reverse order, and makes gradients, so that the fixed bytes have a shape of their own
-peak       where forward ends, in the middle of it (a workspace), or late in backward
-disk       from one that hides nearly nothing to one that hides all
+           again layers later
+backward   reads them in reverse order and makes gradients, so the fixed bytes have a separate profile
+peak       at the end of forward, in the middle of forward (a workspace), or late in backward
+disk       from one that hides almost no time to one that hides all of it
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ MIB = 1 << 20
 
 
 def make_hardware(*, copy_bytes_per_s: float = 1e12, share_when_both: float = 1.0, **changes: Any) -> Hardware:
-    """Only what a TransferProblem asks for means anything."""
+    """A hardware profile in which only the values that a TransferProblem uses are meaningful."""
     copy = Channel(bytes_per_s=copy_bytes_per_s)
     return toy_hardware(copy_out=copy, copy_in=copy, share_when_both=share_when_both, **changes)
 
 
 def random_problem(rng: random.Random, *, num_movables: int, num_positions: int) -> TransferProblem:
-    """About ``num_positions`` positions, and never fewer than the movables need."""
+    """A problem with ``num_positions`` positions, or more if the movables need them."""
     num_positions = max(num_positions, 2 * num_movables + 3)
     marker = max(num_movables + 1, min(num_positions - num_movables - 1, round(num_positions * rng.uniform(0.35, 0.5))))
-    draw = rng.choice([rng.sample, lambda places, count: rng.choices(places, k=count)])  # several at one place, or not
+    draw = rng.choice([rng.sample, lambda places, count: rng.choices(places, k=count)])  # positions may repeat, or not
     made_at = sorted(draw(range(marker), num_movables))
     read_at = sorted(draw(range(marker + 1, num_positions), num_movables), reverse=True)
-    step = rng.choice([MIB, MIB, 1])  # sizes that are equal, and sizes that are all different
+    step = rng.choice([MIB, MIB, 1])  # a few equal sizes, or all different ones
     movables: list[Movable] = []
     for idx, (start, wait) in enumerate(zip(made_at, read_at, strict=True)):
         complete = min(start + rng.choice([1, 1, 1, 2]), marker)
@@ -65,7 +65,7 @@ def random_problem(rng: random.Random, *, num_movables: int, num_positions: int)
 
 
 def _fixed_live_bytes(rng: random.Random, num_positions: int, marker: int, moved_bytes: int) -> list[int]:
-    """Temporaries that come and go, gradients that gather, and now and then a workspace somewhere."""
+    """Short-lived temporaries, gradients that accumulate, and sometimes a workspace at a random position."""
     gradient = rng.choice([0, 0, moved_bytes // max(1, num_positions)])
     live = [rng.randint(0, 2 * MIB) for _ in range(num_positions)]
     for position in range(marker + 1, num_positions):
@@ -76,7 +76,7 @@ def _fixed_live_bytes(rng: random.Random, num_positions: int, marker: int, moved
 
 
 def _random_hardware(rng: random.Random, moved_bytes: int, step_s: float) -> Hardware:
-    hidden = 10 ** rng.uniform(-1, 1)  # how often all of it could go during forward
+    hidden = 10 ** rng.uniform(-1, 1)  # how many times everything could be written during forward
     bytes_per_s = max(1.0, hidden * moved_bytes / (step_s / 2))
     latency_s = rng.choice([0.0, step_s * 1e-3])
     copies_block_compute = rng.random() < 0.5
@@ -95,7 +95,7 @@ def _random_hardware(rng: random.Random, moved_bytes: int, step_s: float) -> Har
 def seeded_problems(
     count: int, *, max_movables: int, max_positions: int, min_movables: int = 0, seed: int = 0
 ) -> list[TransferProblem]:
-    """The same list for the same arguments."""
+    """Random problems. The same arguments give the same list."""
     rng = random.Random(seed)
     problems: list[TransferProblem] = []
     for _ in range(count):
@@ -107,7 +107,7 @@ def seeded_problems(
 
 @st.composite
 def transfer_problems(draw: st.DrawFn, *, max_movables: int = 6, max_positions: int = 30) -> TransferProblem:
-    """Fewer movables and positions are simpler; the rest hangs on one seed."""
+    """Random problems that shrink to fewer movables and positions. The rest depends on one seed."""
     num_movables = draw(st.integers(0, max_movables))
     num_positions = draw(st.integers(min(2 * num_movables + 3, max_positions), max_positions))
     rng = random.Random(draw(st.integers(0, 2**32 - 1)))
@@ -117,7 +117,7 @@ def transfer_problems(draw: st.DrawFn, *, max_movables: int = 6, max_positions: 
 def layered_problem(
     num_layers: int, *, nodes_per_layer: int = 4, storages_per_layer: int = 2, hidden: float = 0.5, seed: int = 0
 ) -> TransferProblem:
-    """A deep network of equal layers: ``hidden`` is the share of all storages that can be written during forward."""
+    """A deep network of equal layers. ``hidden`` is the share of all bytes that can be written during forward."""
     rng = random.Random(seed)
     forward = num_layers * nodes_per_layer
     marker = forward + 1

@@ -1,4 +1,4 @@
-"""One pass under the real compilers, with nothing else of the pipeline."""
+"""Run one pass with the real compilers, without the rest of the pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rewrite = Callable[[ScheduledJointGraph], ScheduledJointGraph]
 
 
 class RewritingPartitioner(private.CustomPartitionerFn):
-    """Min-cut, then ``rewrite``."""
+    """The min-cut partitioner, followed by ``rewrite``."""
 
     def __init__(self, rewrite: Rewrite) -> None:
         self.rewrite = rewrite
@@ -32,7 +32,7 @@ class RewritingPartitioner(private.CustomPartitionerFn):
 
 
 def rewriting_backend(rewrite: Rewrite, inner: Literal["inductor", "aot_eager"]) -> Callable[..., Any]:
-    """``inner``, with ``rewrite`` between the partitioner and the compiler."""
+    """The backend ``inner``, with ``rewrite`` between the partitioner and the compiler."""
     partitioner = RewritingPartitioner(rewrite)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""A policy and a pass of somebody else: what they see, what they may do, and that no policy gives a wrong gradient."""
+"""A user's policy and pass: what they see, what they may do, and that no policy gives a wrong gradient."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def move_none(analysis: StepAnalysis, costs: Costs, budget: Budget) -> dict[str,
 
 
 def three_layers() -> CapturedStep:
-    """Saves exp, tanh and exp_1, 256 bytes each; the logits are saved too, and returned."""
+    """Saves exp, tanh and exp_1, 256 bytes each. The logits are saved too, and returned."""
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         logits = x.exp().tanh().exp().sin()
@@ -105,10 +105,10 @@ def test_the_simulation_of_a_policy_is_what_the_plan_predicts() -> None:
     assert plan.exposed_s > 0
     assert [storage.name for storage in plan.offloaded] == ["exp"]
     kept = {storage.name: storage.decision.reason for storage in plan.storages if storage.name == "tanh"}
-    assert kept == {"tanh": "the policy does not move it"}
+    assert kept == {"tanh": "the policy does not offload it"}
 
 
-# What it may not do
+# What a policy may not do
 
 
 def with_change(name: str, **changes: Any) -> Callable[..., Mapping[str, Decision]]:
@@ -121,7 +121,7 @@ def with_change(name: str, **changes: Any) -> Callable[..., Mapping[str, Decisio
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"release": 0}, r"release is 0; expected \d+ to \d+ \(behind the last read in forward, before backward"),
+        ({"release": 0}, r"release is 0; expected \d+ to \d+ \(after the last read in forward, before backward"),
         ({"release": 99}, "release is 99"),
         ({"release": 5.0}, r"release is 5\.0"),
         ({"reload": 1}, r"reload is 1; expected \d+ to \d+ \(in backward, before the first read there\)"),
@@ -136,9 +136,9 @@ def test_an_illegal_position_is_refused(changes: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("tier", "host_bytes", "message"),
     [
-        ("host", 0, "there is no host tier here, only on a GPU"),
-        ("host", 255, "the host tier holds 255 bytes at most, and with it 1 too many"),
-        ("tape", 512, "tier is expected to be 'ssd' or 'host'"),
+        ("host", 0, "there is no host tier here; only a GPU has one"),
+        ("host", 255, "the host tier holds at most 255 bytes; this exceeds it by 1"),
+        ("tape", 512, "expected tier 'ssd' or 'host'"),
     ],
 )
 def test_an_illegal_tier_is_refused(tier: str, host_bytes: int, message: str) -> None:
@@ -155,11 +155,11 @@ def test_a_policy_may_leave_a_storage_in_the_host_tier() -> None:
 @pytest.mark.parametrize(
     ("decisions", "message"),
     [
-        ({"nothing": Keep("")}, "for storage 'nothing': no storage of this name is saved; saved are .*exp, tanh"),
-        ({7: Keep("")}, "for storage 7: no storage of this name"),
+        ({"nothing": Keep("")}, "for storage 'nothing': no such storage is saved; expected one of .*exp, tanh"),
+        ({7: Keep("")}, "for storage 7: no such storage is saved"),
         ({"exp": "offload"}, r"decides offload for storage 'exp': expected Keep\(...\) or Placement\(...\)"),
         ({"exp": Recompute((), (), "")}, "for storage 'exp': expected Keep"),
-        ({"primals_1": Placement(1, 9)}, "for storage 'primals_1': it must stay: graph input"),
+        ({"primals_1": Placement(1, 9)}, "for storage 'primals_1': it must stay in memory: graph input"),
         (["exp"], r"returned \['exp'\]; expected a mapping"),
         (None, "returned None; expected a mapping"),
     ],
@@ -173,7 +173,7 @@ def test_a_decision_about_something_else_is_refused(decisions: Any, message: str
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(name=st.sampled_from(sorted(TOYS)), data=st.data())
 def test_whatever_a_policy_returns_no_bit_changes(name: str, data: st.DataObject) -> None:
-    """Positions anywhere in the graph: either the policy is refused, or outputs and gradients are the same."""
+    """For positions anywhere in the graph, either the policy is refused, or outputs and gradients are the same."""
 
     def anything(analysis: StepAnalysis, costs: Costs, budget: Budget) -> Mapping[str, Decision]:
         names = data.draw(st.lists(st.sampled_from(sorted(analysis.movables)), unique=True, min_size=1))
@@ -194,7 +194,7 @@ def test_whatever_a_policy_returns_no_bit_changes(name: str, data: st.DataObject
 
 
 def test_a_policy_above_the_memory_budget_is_refused() -> None:
-    with pytest.raises(BudgetError, match=r"memory_budget_bytes is 300, .* what policy .*move_none decides is"):
+    with pytest.raises(BudgetError, match=r"memory_budget_bytes is 300, .* with policy .*move_none is"):
         rewrite(three_layers(), policy=move_none, memory_budget_bytes=300)
 
 
@@ -207,7 +207,7 @@ def test_an_error_of_the_policy_itself_comes_through() -> None:
 
 
 def square_then_multiply() -> CapturedStep:
-    """Saves the square of x, for the gradient of w, and tanh."""
+    """Saves the square of x (for the gradient of w) and tanh."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         return ((x * x) @ w).tanh().sum()
@@ -216,7 +216,7 @@ def square_then_multiply() -> CapturedStep:
 
 
 def square_again(joint: ScheduledJointGraph) -> ScheduledJointGraph:
-    """Backward squares x once more, where it read the saved square."""
+    """A pass that recomputes the square of x in backward instead of reading the saved one."""
     positions, marker = joint.positions(), joint.marker
     square = calls(joint.graph, aten.mul.Tensor)[0]
     with joint.graph.inserting_after(marker):
@@ -230,7 +230,7 @@ def square_again(joint: ScheduledJointGraph) -> ScheduledJointGraph:
 
 
 def test_a_pass_stands_in_front_of_the_planner() -> None:
-    """What it no longer saves is not in the plan; nobody told anyone what is saved now."""
+    """The plan contains only storages that are still saved. The pass did not report which ones these are."""
     plain, rewritten = (rewrite(square_then_multiply(), policy="all", passes=passes) for passes in ((), [square_again]))
     moved = [[storage.name for storage in one.plan.offloaded] for one in (plain, rewritten)]
     assert moved == [["mul", "tanh"], ["tanh"]]
@@ -305,13 +305,13 @@ def return_nothing(joint: ScheduledJointGraph) -> Any:
 @pytest.mark.parametrize(
     ("run_pass", "message"),
     [
-        (return_nothing, "returned None; expected the ScheduledJointGraph"),
-        (break_marker, r"left 0 backward_starts\(\) in the graph; expected one"),
+        (return_nothing, "returned None; expected a ScheduledJointGraph"),
+        (break_marker, r"returned a graph with 0 backward_starts\(\); expected one"),
         (break_outputs, r"changed the gradients to \['None'\]; expected \[\"torch.float32"),
         (break_inputs, "changed the inputs to .*one_more None"),
-        (break_order, "left a graph that is not well-formed: .*used before"),
+        (break_order, "returned a graph that is not well-formed: .*used before"),
         (break_value, r"left neg_default without meta\['val'\]"),
-        (break_halves, "lets mul_tensor in forward read tangents_1, which only backward has"),
+        (break_halves, "makes mul_tensor in forward read tangents_1, an input of backward"),
     ],
 )
 def test_a_pass_that_breaks_the_graph_is_named(
@@ -347,7 +347,7 @@ def test_functions_at_the_top_of_a_module_have_a_stable_name() -> None:
     keys = {OffloadConfig(policy=policy).cache_key() for policy in (move_all, move_none, "auto", "all")}
     keys |= {OffloadConfig(passes=passes).cache_key() for passes in ([square_again], [break_order])}
     assert len(keys) == 6
-    assert "0x" not in "".join(keys), "an address is another one in the next process"
+    assert "0x" not in "".join(keys), "an address is different in the next process"
 
 
 def test_what_has_no_stable_name_never_has_the_same_key() -> None:
@@ -361,7 +361,7 @@ def test_what_has_no_stable_name_never_has_the_same_key() -> None:
         assert config.cache_key() != config.cache_key()
 
 
-# From outside
+# In separate modules
 
 THEIR_POLICY = """
     from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
@@ -420,7 +420,7 @@ def run_their_training(directory: Path, inner: str) -> list[str]:
 
 
 def test_somebody_else_can_bring_a_policy_and_a_pass(tmp_path: Path) -> None:
-    """Modules of their own, `backend="ssdtrain"` with options, a process of its own."""
+    """In separate modules and a separate process, with `backend="ssdtrain"` and options."""
     write(tmp_path, "their_policies.py", THEIR_POLICY.format(count=3))
     write(tmp_path, "their_training.py", THEIR_TRAINING)
     assert run_their_training(tmp_path, "aot_eager") == ["asked", "offloads 6"]
@@ -428,7 +428,7 @@ def test_somebody_else_can_bring_a_policy_and_a_pass(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_inductors_cache_knows_the_source_of_a_policy(tmp_path: Path) -> None:
-    """The second process takes the compiled graphs from the cache; after a change in the policy's module none does."""
+    """The second process takes the compiled graphs from the cache. After a change in the policy's module, none does."""
     write(tmp_path, "their_training.py", THEIR_TRAINING)
     write(tmp_path, "their_policies.py", THEIR_POLICY.format(count=3))
     assert run_their_training(tmp_path, "inductor") == ["asked", "offloads 6"]
@@ -440,7 +440,7 @@ def test_inductors_cache_knows_the_source_of_a_policy(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_closure_is_asked_every_time(caplog: pytest.LogCaptureFixture) -> None:
-    """Same code, other value in its closure: no cache may answer for it."""
+    """The code is the same but the value in the closure differs, so no compile cache may be used."""
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)), torch.nn.Tanh())
     offloads: list[int] = []
     for count in (1, 2, 1):
@@ -454,4 +454,4 @@ def test_a_closure_is_asked_every_time(caplog: pytest.LogCaptureFixture) -> None
         torch.compile(model, backend=backend(config))(torch.randn(64, 32)).sum().backward()
         offloads.append(statistics().since(before).offloads)
     assert offloads == [1, 2, 1]
-    assert "compile caches are not used" in caplog.text and "<locals>.policy could be another" in caplog.text
+    assert "compile caches are not used" in caplog.text and "<locals>.policy cannot be recognized" in caplog.text

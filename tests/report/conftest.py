@@ -1,4 +1,4 @@
-"""One report for many tests."""
+"""Reports that the tests share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def report() -> Report:
 
 @pytest.fixture(scope="session")
 def tiered_report() -> Report:
-    """As :func:`report`, on a GPU whose staging has room for two storages that stay, in pieces of 2 MiB each."""
+    """Like :func:`report`, but for a GPU whose staging memory can hold two storages, each in a piece of 2 MiB."""
     gpu = dataclasses.replace(HARDWARE, device="toy GPU", copies_block_compute=False, staging_bytes=5 << 20)
     config = OffloadConfig(inner="aot_eager", min_tensor_bytes=512, policy="all", hardware=gpu)
     return explain(Layered(), torch.randn(64, 32), config=config)

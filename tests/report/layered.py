@@ -1,6 +1,6 @@
-"""A model of six equal layers, and a machine whose disk is so slow that everything but the last of them moves.
+"""A model of six equal layers, and hardware for plans that offload its saved storages.
 
-Not in ``conftest.py``: there are several of that name, and Dynamo looks the module of a model up by its name.
+This is not in ``conftest.py``, because there are several files of that name and Dynamo looks up modules by name.
 """
 
 from __future__ import annotations

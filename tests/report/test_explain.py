@@ -1,4 +1,4 @@
-"""explain(): tells what would happen, and leaves the model, the random numbers and the disk as they were."""
+"""explain() reports what would happen, without changing the model, the random state or the disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ssdtrain_fx.testing import toy_hardware
 
 
 class Toy(nn.Module):
-    """Batch norm has buffers that forward writes, dropout draws random numbers."""
+    """Batch norm has buffers that forward writes, and dropout draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_a_report_of_a_plan_that_keeps_everything() -> None:
     assert {type(saved.decision) for saved in graph.plan.storages} == {Keep}
     assert graph.joint_before == graph.joint_after
     assert "; 0 B out and back per step; 0 µs exposed in a step of " in str(report).splitlines()[0]
-    assert str(report).splitlines()[0].endswith("; a drive rated for 600 TB is not worn")
+    assert str(report).splitlines()[0].endswith("; a drive rated for 600 TB is not written to")
 
 
 def test_graph_breaks_give_one_report_each() -> None:
@@ -111,7 +111,7 @@ def test_a_compiled_module_is_explained_by_the_module_in_it() -> None:
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_parameters_buffers_and_random_numbers_stay(inner: str) -> None:
-    """A real forward would move the running mean, count the batch and draw a mask."""
+    """A real forward would update the running mean, count the batch and draw a mask."""
     model, x = Toy(), batch()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
@@ -126,7 +126,7 @@ def test_parameters_buffers_and_random_numbers_stay(inner: str) -> None:
 
 
 def test_code_that_is_not_traced_leaves_no_trace() -> None:
-    """What Dynamo does not capture runs for real: here it counts in a buffer and draws a random number."""
+    """Code that Dynamo does not capture really runs. Here it counts in a buffer and draws a random number."""
 
     class Counting(Toy):
         def __init__(self) -> None:
@@ -174,7 +174,7 @@ def test_nothing_is_opened_on_disk(inner: str, tmp_path: Path) -> None:
 
 
 def test_the_directory_need_not_exist_when_the_hardware_is_given() -> None:
-    """To plan for a machine from another one."""
+    """This makes it possible to plan for another machine."""
     assert explain_toy(ssd_dir="/this/is/nowhere", hardware=toy_hardware(1e9)).graphs[0].plan.offloaded
 
 
@@ -185,7 +185,7 @@ def test_a_budget_out_of_reach_is_reported_as_such(inner: str) -> None:
 
 
 def test_a_budget_in_reach_is_kept_to() -> None:
-    """On a given machine: measured while others are at work, the SSD may be so slow that all is made again."""
+    """The hardware is given: an SSD measured under load may be so slow that everything is recomputed."""
     model, x, hardware = Toy(), batch(), toy_hardware(1e9, kernel_s=1e-3)
     best = explain(model, x, config=config(hardware=hardware)).graphs[0].plan
     assert best.peak_after_bytes < best.peak_before_bytes
@@ -197,7 +197,7 @@ def test_a_budget_in_reach_is_kept_to() -> None:
 
 
 def test_it_can_be_called_again_and_again() -> None:
-    """More often than Dynamo is willing to recompile one function."""
+    """More often than Dynamo recompiles one function."""
     model, x = Toy(), batch()
     reports = [explain(model, x, config=config()) for _ in range(torch._dynamo.config.recompile_limit + 1)]
     assert len({str(report) for report in reports}) == 1
@@ -205,7 +205,7 @@ def test_it_can_be_called_again_and_again() -> None:
 
 @pytest.mark.parametrize("isolates", [True, False])
 def test_it_uses_up_none_of_the_compilations_of_the_model(isolates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not isolates:  # as torch 2.11 and 2.12
+    if not isolates:  # like torch 2.11 and 2.12
         monkeypatch.setattr(_torch_private, "_can_isolate_recompiles", lambda: False)
     model, x = Toy(), batch()
     for _ in range(torch._dynamo.config.recompile_limit):
@@ -221,7 +221,7 @@ def test_it_uses_up_none_of_the_compilations_of_the_model(isolates: bool, monkey
 
 
 def test_training_afterwards_computes_for_real() -> None:
-    """What explain traced returns zeros; none of it may be met by a compile that follows."""
+    """The code that explain traced returns zeros. A later compile must not use it."""
     torch.manual_seed(1)
     model, x = Toy().eval(), batch()
     explain(model, x, config=config())
@@ -237,8 +237,8 @@ def test_the_rating_of_the_drive_can_be_given() -> None:
 
 
 def test_what_a_warm_cache_holds_is_explained_and_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code may come from a cache, in which case no pass runs. Its plan is told all the same, and it is this
-    plan that the code follows: as many storages leave. The cache answers before and after explain.
+    """Compiled code may come from a cache, and then no pass runs. explain() still reports its plan, and the code
+    follows that plan: it offloads the same number of storages. The cache is hit before and after explain.
     """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     settings = config(inner="inductor", ssd_dir=tmp_path, hardware=toy_hardware(1e9))
@@ -254,7 +254,7 @@ def test_what_a_warm_cache_holds_is_explained_and_is_what_runs(tmp_path: Path, m
     with torch._functorch.config.patch(enable_autograd_cache=True), torch._inductor.config.patch(fx_graph_cache=True):
         counters.clear()
         cold = explain(model, x, config=settings)
-        assert not [name for name in counters if "cache" in name], "explain neither asks the cache nor fills it"
+        assert not [name for name in counters if "cache" in name], "explain neither reads nor fills the cache"
         first = step_in_a_fresh_process()
         assert counters["autograd_cache_miss"] == 1
         assert step_in_a_fresh_process() == first

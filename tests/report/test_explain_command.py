@@ -1,4 +1,4 @@
-"""`ssdtrain-fx explain`, called as the command calls it."""
+"""The command `ssdtrain-fx explain`, called in this process."""
 
 from __future__ import annotations
 

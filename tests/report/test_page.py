@@ -1,4 +1,4 @@
-"""The page in a real browser: headless Chromium opens the saved file, hovers, clicks and types."""
+"""The page in a real browser: tests open the saved file in headless Chromium, hover, click and type."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no program chromiu
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One browser for all tests; every test has pages of its own."""
+    """One browser for all tests. Every test opens its own pages."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=[*SWITCHES])
@@ -43,7 +43,7 @@ def browser() -> Iterator[Any]:
 
 
 class Opened:
-    """A page and all that went wrong on it."""
+    """An open page, with its console messages, errors and requests."""
 
     def __init__(self, browser: Any, report: Report, directory: Path, **options: Any) -> None:
         self.complaints: list[str] = []
@@ -56,11 +56,11 @@ class Opened:
         self.page.goto(self.url)
 
     def names(self) -> list[str]:
-        """The first words of the rows that the table shows."""
+        """The name of the first storage of every visible row."""
         return [text.split(" ")[0] for text in self.page.locator("#rows tr td:nth-child(2) button").all_inner_texts()]
 
     def close(self) -> None:
-        """Whatever a test did, nothing may have been complained about or fetched."""
+        """Check that the page logged nothing and loaded nothing, and close it."""
         assert self.complaints == []
         assert [url for url in self.requests if url != self.url and not url.startswith("data:")] == []
         self.page.close()
@@ -68,7 +68,7 @@ class Opened:
 
 @pytest.fixture
 def mixed(report: Report) -> Report:
-    """As `report`, but the last storage stays: two decisions in one table."""
+    """Like `report`, but the last storage is kept: two decisions in one table."""
     (graph,) = report.graphs
     *others, last = (saved for saved in graph.plan.storages if not saved.is_input)
     kept = dataclasses.replace(last, decision=Keep("because of the test"))
@@ -81,8 +81,8 @@ def test_it_shows_the_figures_of_the_plan(browser: Any, report: Report, tmp_path
     plan = report.plan
     tiles = opened.page.locator("#tiles").inner_text()
     assert f"{plan.peak_after_bytes / 1024:.1f} KiB" in tiles and f"{plan.peak_before_bytes / 1024:.1f} KiB" in tiles
-    assert "48.0 KiB" in tiles, "six storages of 8 KiB out and back"
-    assert "6 of 6 storages move" in tiles
+    assert "48.0 KiB" in tiles, "six storages of 8 KiB are offloaded"
+    assert "6 of 6 storages leave memory" in tiles
     assert "rated for 600 TB written" in tiles
     peaks = opened.page.locator("#peaks").inner_text()
     assert plan.peak_before.node in peaks and plan.peak_after.node in peaks
@@ -109,7 +109,7 @@ def test_the_host_tier_has_a_lane_of_its_own(
     browser: Any, report: Report, tiered_report: Report, tmp_path: Path
 ) -> None:
     opened = Opened(browser, tiered_report, tmp_path)
-    assert "6 of 6 storages move, up to 4.00 MiB in host memory" in opened.page.locator("#tiles").inner_text()
+    assert "6 of 6 storages leave memory, up to 4.00 MiB in host memory" in opened.page.locator("#tiles").inner_text()
     lanes = opened.page.locator("#chart text", has_text=re.compile("^(write|read|host)$"))
     assert lanes.all_text_contents() == ["write", "read", "host"]
     legend = opened.page.locator("#legend").inner_text()
@@ -159,7 +159,7 @@ def test_clicking_shows_the_four_nodes_and_the_code_around_them(browser: Any, re
         assert f"position {position} of {len(nodes)}" in step.inner_text()
         here = step.locator(".here").inner_text()
         assert here.strip().startswith(f"{nodes[position].name}:") and f"ssdtrain.{op}.default(" in here
-        assert step.locator("pre span").count() == 7, "three lines before and three behind"
+        assert step.locator("pre span").count() == 7, "three lines before and three after"
     assert "write from" in details.locator("[data-step=offload]").inner_text()
     page.locator("#member").select_option(label=f"{other}  ")
     assert page.locator("#details-title").inner_text() == other
@@ -228,7 +228,7 @@ def test_the_keyboard_does_it_all(browser: Any, report: Report, tmp_path: Path) 
     assert page.locator("#details").is_visible()
     page.keyboard.press("Escape")
     assert page.locator("#details").is_hidden()
-    assert page.evaluate("document.activeElement.closest('#rows') !== null"), "back where it came from"
+    assert page.evaluate("document.activeElement.closest('#rows') !== null"), "focus returns to the table"
     opened.close()
 
 

@@ -1,4 +1,4 @@
-"""What a report says: the summary, the table, the drive, JSON, graphs."""
+"""Content of a report: summary, table, drive lifetime, JSON, graphs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_nothing_to_tell() -> None:
 
 
 def test_what_stays_in_host_memory_is_said(tiered_report: Report) -> None:
-    """In the summary, in the counts, in the table, in the way of every storage, and by the exact planner."""
+    """In the summary, the counts, the table, the activities of every storage, and the line of the exact planner."""
     (graph,) = tiered_report.graphs
     first, *_ = lines = str(tiered_report).splitlines()
     assert "48.00 KiB out and back per step, up to 4.00 MiB in host memory; " in first
@@ -130,7 +130,9 @@ def test_what_stays_in_host_memory_is_said(tiered_report: Report) -> None:
         assert {one.storage for one in graph.timeline.activities if one.kind == kind} == staying
     assert staying.isdisjoint(one.storage for one in graph.timeline.activities if one.kind in ("write", "read"))
     said = graph.optimality(OffloadConfig(max_slowdown=0.1), time_limit_s=5)
-    assert re.search(r"allowed, no host tier: no placement has a peak below .*; this plan has one and is ", said)
+    assert re.search(
+        r"allowed, no host tier: no placement has a peak below .*; this plan has a host tier and is ", said
+    )
 
 
 def test_json_with_a_host_tier_goes_there_and_back(tiered_report: Report) -> None:
@@ -143,15 +145,15 @@ def test_json_with_a_host_tier_goes_there_and_back(tiered_report: Report) -> Non
 
 
 def test_lifetime_is_rated_bytes_by_bytes_per_time() -> None:
-    """1 GB every 4 seconds: 250 MB/s wear 600 TB in 2.4 million seconds."""
+    """1 GB every 4 seconds: 250 MB/s use up 600 TB in 2.4 million seconds."""
     assert Endurance(600 * TB, 10**9, 4.0).lifetime_s == pytest.approx(2.4e6)
     assert str(Endurance(600 * TB, 10**9, 4.0)) == "at this rate a drive rated for 600 TB lasts 28 days"
-    assert str(Endurance(1200 * TB, 0, 4.0)) == "a drive rated for 1,200 TB is not worn"
+    assert str(Endurance(1200 * TB, 0, 4.0)) == "a drive rated for 1,200 TB is not written to"
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(1.5 * DAY_S, "1.5 days"), (700 * DAY_S, "700 days"), (3 * YEAR_S, "3.0 years"), (float("inf"), "for ever")],
+    [(1.5 * DAY_S, "1.5 days"), (700 * DAY_S, "700 days"), (3 * YEAR_S, "3.0 years"), (float("inf"), "forever")],
 )
 def test_lifetimes_for_people(seconds: float, text: str) -> None:
     assert format_lifetime(seconds) == text
@@ -203,7 +205,7 @@ def test_other_json_is_refused(report: Report) -> None:
 
 
 def test_every_field_of_the_json_is_documented(tiered_report: Report) -> None:
-    """docs/report.md names each field of each object in code type; here the JSON itself is asked which there are."""
+    """docs/report.md names every field of every object in code type. The fields come from the JSON itself."""
     document = (Path(__file__).parent.parent.parent / "docs" / "report.md").read_text()
     documented = set(re.findall(r"`(\w+)`", document))
     named_freely = {"flops_per_s", "elements_per_s"}
@@ -236,7 +238,7 @@ def test_the_diff_has_the_nodes_of_every_storage(report: Report) -> None:
     for op in OPS:
         assert sum(f"ssdtrain.{op}.default(" in line for line in diff if line[0] == "+") == len(graph.plan.offloaded)
     assert not any("ssdtrain." in line for line in diff if line[0] != "+")
-    assert not any(line.endswith("= None") for line in diff), "where values are freed is left out"
+    assert not any(line.endswith("= None") for line in diff), "frees of values are left out"
     unmoved = dataclasses.replace(graph, joint_after=graph.joint_before)
     assert unmoved.diff() == ""
 
@@ -260,7 +262,7 @@ def test_networkx_knows_who_reads_whom(report: Report) -> None:
     assert sum(after.nodes[name]["seconds"] for name in executed) == pytest.approx(graph.timeline.after.step_s)
     (made,) = (name for name in after[moved] if after.edges[moved, name]["relation"] == "makes")
     assert after.nodes[made]["size_bytes"] == graph.plan.offloaded[0].size_bytes
-    assert after.edges[made, chain[1]]["frees"], "its release"
+    assert after.edges[made, chain[1]]["frees"], "the edge to its release"
 
 
 def test_dot_shows_the_neighbourhood_of_a_storage(report: Report) -> None:
@@ -272,8 +274,8 @@ def test_dot_shows_the_neighbourhood_of_a_storage(report: Report) -> None:
         assert f"ssdtrain.{op}.default" in dot
     assert f'"{moved}" [label=' in dot
     assert f'"{other}" [label=' not in dot
-    with pytest.raises(SSDTrainError, match="No node of the graph is or moves 'nobody'"):
-        graph.to_dot(around="nobody")
+    with pytest.raises(SSDTrainError, match="The graph has no node or storage named 'unknown'"):
+        graph.to_dot(around="unknown")
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="the program `dot` of Graphviz is not installed")

@@ -1,11 +1,11 @@
-"""A disk that fails on schedule, for every kind of lane.
+"""A disk that fails on schedule, for all kinds of lanes.
 
 ::
 
     disk = FaultyDisk(Fault("write", 3, Fail(errno.EIO)), Fault("read", None, Late(0.01)))
     with disk.engine("aio", directory) as engine: ...
 
-Operations are counted from 0, each kind for itself, in the order in which they reach the disk.
+Operations are counted from 0, separately for each kind, in the order in which they reach the disk.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from ssdtrain_fx.runtime.storage.spill_file import bytes_done
 CHUNK_BYTES = 4096
 
 LaneKind = Literal["aio", "source", "threads", "cuda", "kvikio"]
-"""``source`` is native AIO without staging: tensors in which there is a whole page are written from where they are."""
+"""``source`` is native AIO without staging: tensors that contain a whole page are written directly."""
 Operation = Literal["write", "read", "grow"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Fail:
-    """Nothing is moved, and this is the error."""
+    """No bytes are moved, and the operation fails with this error."""
 
     errno: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Short:
-    """Only the first bytes are moved, and the disk says so."""
+    """Only the first bytes are moved, and the disk reports that."""
 
     byte_count: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Torn:
-    """Only the first bytes are moved, zeros take the place of the rest, and the disk says that all were moved."""
+    """Only the first bytes are moved, the rest become zeros, and the disk reports that all bytes were moved."""
 
     byte_count: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Flip:
-    """Everything is moved, and one byte of the transfer changes on the way."""
+    """All bytes are moved, and one byte of the transfer changes on the way."""
 
     byte: int
     mask: int = 1
@@ -68,14 +68,14 @@ class Flip:
 
 @dataclasses.dataclass(frozen=True)
 class Late:
-    """It takes longer."""
+    """The operation takes longer."""
 
     delay_s: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Hang:
-    """No answer before :meth:`FaultyDisk.let_go`; then everything is moved."""
+    """The operation does not complete before :meth:`FaultyDisk.let_go`; then all bytes are moved."""
 
 
 Effect = Fail | Short | Torn | Flip | Late | Hang
@@ -83,7 +83,7 @@ Effect = Fail | Short | Torn | Flip | Late | Hang
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """``effect`` on operation ``number`` of one kind, or on all of them where that is None."""
+    """``effect`` on operation ``number`` of one kind, or on all operations of that kind if ``number`` is None."""
 
     operation: Operation
     number: int | None
@@ -91,21 +91,21 @@ class Fault:
 
 
 class FaultyDisk(GrowingBytes):
-    """Bytes in memory behind a schedule of faults, which may be changed at any time."""
+    """Bytes in memory with a schedule of faults, which may be changed at any time."""
 
     def __init__(self, *faults: Fault) -> None:
         super().__init__()
         self.faults = list(faults)
         self.chunk_bytes = CHUNK_BYTES
         self.cuda = FakeCuda()
-        """What stands for the device of the lanes "cuda" and "kvikio"."""
+        """The stand-in for the device of the lanes "cuda" and "kvikio"."""
         self.kvikio = FaultyKvikio(self)
         self.files: list[FaultyFile] = []
         self.counts: collections.Counter[Operation] = collections.Counter()
         self.struck: list[tuple[Operation, int]] = []
-        """The operations that a fault met, with their offsets."""
+        """The operations that were hit by a fault, with their offsets."""
         self.hanging = threading.Event()
-        """Some operation hangs, or did."""
+        """Set once an operation hangs."""
         self.changed = threading.Condition()
         self.may_answer = False
         self._now_s = 0.0
@@ -115,7 +115,7 @@ class FaultyDisk(GrowingBytes):
         return self.hanging.is_set() and not self.may_answer
 
     def clock(self) -> float:
-        """Stands still while the disk works. While it hangs, an hour passes at every look."""
+        """Stands still while the disk works. While it hangs, an hour passes at every call."""
         if self.is_hanging:
             self._now_s += 3600
         return self._now_s
@@ -126,13 +126,13 @@ class FaultyDisk(GrowingBytes):
             self.changed.wait_for(lambda: self.may_answer)
 
     def let_go(self) -> None:
-        """What hangs is done now, and nothing hangs any more."""
+        """Complete the operations that hang. No operation hangs afterwards."""
         with self.changed:
             self.may_answer = True
             self.changed.notify_all()
 
     def begin(self, operation: Operation, offset_bytes: int) -> list[Effect]:
-        """Count an operation, and say what is wrong with it."""
+        """Count an operation and return the faults that hit it."""
         with self._lock:
             number = self.counts[operation]
             self.counts[operation] += 1
@@ -142,7 +142,7 @@ class FaultyDisk(GrowingBytes):
             return effects
 
     def carry_out(self, operation: Operation, effects: list[Effect], memory: memoryview, offset_bytes: int) -> int:
-        """The number of bytes that the disk says it moved. Raises OSError."""
+        """Move bytes with ``effects``. Returns the number of bytes that the disk reports. Raises OSError."""
         moved = said = len(memory)
         for effect in effects:
             match effect:
@@ -170,7 +170,7 @@ class FaultyDisk(GrowingBytes):
 
     @contextlib.contextmanager
     def engine(self, lane: LaneKind, directory: str, **options: Any) -> Iterator[Engine]:
-        """An engine on this disk with chunks of 4096 bytes. What hangs is let go at the end, before it is closed."""
+        """An engine on this disk with chunks of 4096 bytes. Operations that hang complete before it is closed."""
         with self.open_engine(lane, EngineConfig(ssd_dir=directory, **options)) as engine:
             try:
                 yield engine
@@ -179,7 +179,7 @@ class FaultyDisk(GrowingBytes):
                 self.cuda.finish_all()
 
     def check_closed(self) -> None:
-        """Nothing is open any more."""
+        """Check that no file and no handle is open."""
         assert all(file.closed for file in self.files)
         assert self.kvikio.open_count == 0
 
@@ -199,7 +199,7 @@ class FaultyDisk(GrowingBytes):
 
 
 class FaultyFile:
-    """The disk as a lane with threads sees it."""
+    """The disk as a file, for lanes with threads."""
 
     path = "/nowhere/(faulty file)"
     io_path = "faulty"
@@ -263,7 +263,7 @@ class _Request:
 
 
 class FaultyAio:
-    """The disk as native AIO sees it. There is no thread: requests are carried out when answers are asked for."""
+    """The disk as native AIO. There is no thread: requests are carried out when answers are requested."""
 
     depth = 16
 
@@ -308,12 +308,12 @@ class FaultyAio:
         return self._answers
 
     def close(self) -> None:
-        """As io_destroy does, this would wait for the disk."""
+        """Like io_destroy, this would wait for the disk."""
         assert not self._disk.is_hanging
 
 
 class FaultyKvikio:
-    """The disk as the module ``kvikio`` shows it: errors without an errno, and no second try for what is missing."""
+    """The disk as the module ``kvikio``: its errors have no errno, and short transfers are not continued."""
 
     def __init__(self, disk: FaultyDisk) -> None:
         self.disk = disk
@@ -344,13 +344,13 @@ class _Handle:
 
     def _begin(self, operation: Operation, data: Tensor, size: int, file_offset: int, task_size: int) -> _Future:
         assert not self._closed
-        assert size == data.numel() == task_size  # in pieces, some would go on when another one has failed
+        assert size == data.numel() == task_size  # with several tasks, some would continue after one has failed
         effects = self._kvikio.disk.begin(operation, file_offset)
         return _Future(self._kvikio.disk, operation, effects, data, file_offset)
 
 
 class _Future:
-    """What was begun is carried out here, by the thread that asks for its result."""
+    """The transfer is carried out by the thread that requests its result."""
 
     def __init__(
         self, disk: FaultyDisk, operation: Operation, effects: list[Effect], data: Tensor, offset_bytes: int

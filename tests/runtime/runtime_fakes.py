@@ -1,4 +1,4 @@
-"""Stand-ins for the file and the GPU, driven by hand, so that every race of interest can be set up without sleeping."""
+"""Stand-ins for the file and the GPU that tests drive, so that every race can be set up without sleeping."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GrowingBytes:
 
 
 class MemoryFile(GrowingBytes):
-    """A file in memory. ``write_error`` and ``read_error`` say which transfers fail, by index; the gates hold them."""
+    """A file in memory. ``write_error`` and ``read_error`` say which transfers fail, by index; events hold them up."""
 
     def __init__(self, directory: str = "/nowhere") -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class MemoryFile(GrowingBytes):
         self.io_path = "fake"
         self.direct = False
         self.cuda: FakeCuda | None = None
-        """The device of :func:`engine_on`; None: a CPU."""
+        """The device of :func:`engine_on`; None for a CPU."""
         self.stripe_bytes: int | None = None
         self.write_error: Callable[[int], OSError | None] = lambda index: None
         self.read_error: Callable[[int], OSError | None] = lambda index: None
@@ -71,7 +71,7 @@ class MemoryFile(GrowingBytes):
         self.write_count = 0
         self.read_count = 0
         self.begun: list[tuple[str, int]] = []
-        """Every transfer in the order of its beginning: "read" or "write", and the offset."""
+        """Every transfer in the order in which they began: "read" or "write", and the offset."""
         self.closed = False
         self.aio: FakeAio
 
@@ -111,7 +111,7 @@ class MemoryFile(GrowingBytes):
 
 
 def each_file(*kinds: Literal["aio", "threads", "cuda"]) -> object:
-    """A fixture for ``file = each_file(...)``: a file whose engine has a lane of each of these kinds in turn."""
+    """A fixture for ``file = each_file(...)``: a file whose engine uses a lane of each of these kinds in turn."""
 
     @pytest.fixture(params=kinds, name="file")
     def fixture(request: pytest.FixtureRequest) -> MemoryFile:
@@ -124,10 +124,10 @@ def each_file(*kinds: Literal["aio", "threads", "cuda"]) -> object:
 
 
 class FakeAio:
-    """The kernel's part, played by one thread per request, which the gates of the file hold.
+    """Simulates the kernel with one thread per request; events of the file hold the threads.
 
-    ``depth`` requests fit into the queue, none while ``refusals`` last; ``shorten`` says how much of which transfer is
-    done, by index."""
+    ``depth`` requests fit into the queue, none while ``refusals`` last. ``shorten`` returns how many bytes of a
+    transfer are done, by its index."""
 
     def __init__(self, file: MemoryFile) -> None:
         self.depth = 128
@@ -184,14 +184,14 @@ class FakeAio:
 
 
 def no_aio() -> Aio:
-    """For engines whose CPU tensors shall be moved by threads."""
+    """For engines whose threads move CPU tensors."""
     raise AioUnavailableError("a test wants threads")
 
 
 @contextlib.contextmanager
 def engine_on(file: MemoryFile, directory: str, **options: object) -> Iterator[Engine]:
-    """An engine with chunks of 4096 bytes on ``file``, driven by a :class:`FakeAio` if ``file.direct``, and for
-    ``file.cuda`` if there is one."""
+    """An engine with chunks of 4096 bytes on ``file``. It uses a :class:`FakeAio` if ``file.direct``, and ``file.cuda``
+    if there is one."""
     config = EngineConfig(ssd_dir=directory, **options)  # type: ignore[arg-type]
     with open_engine(file, config) as engine:
         try:
@@ -278,8 +278,8 @@ class _Runtime:
 
 
 class FakeCuda:
-    """The part of ``torch.cuda`` that the runtime uses. "GPU" tensors lie in ordinary memory and copies happen at once;
-    what is simulated is when the device *says* that it got there."""
+    """The part of ``torch.cuda`` that the runtime uses. "GPU" tensors are in ordinary memory and copies happen at once.
+    It simulates only when the device *reports* that it has finished."""
 
     def __init__(self, *, device_is_fast: bool = True) -> None:
         self.device_is_fast = device_is_fast
@@ -311,14 +311,14 @@ class FakeCuda:
         return self.runtime
 
     def finish_all(self) -> None:
-        """The device catches up, and is fast from now on."""
+        """The device finishes all events, and is fast from now on."""
         self.device_is_fast = True
         for event in self.unfinished:
             event.finish()
 
 
 class KvikioStandInEngine(Engine):
-    """CPU tensors take the path of CUDA tensors that go through KvikIO, whose part ``module`` plays."""
+    """CPU tensors take the path of CUDA tensors that go through KvikIO; ``module`` replaces KvikIO."""
 
     def __init__(self, config: EngineConfig, module: object, cuda: FakeCuda | None = None, **options: Any) -> None:
         super().__init__(config, cuda=cuda or FakeCuda(), choose_kvikio=lambda *_: Kvikio(module, gds=True), **options)

@@ -1,4 +1,4 @@
-"""What the engine does between offload and wait: forwarding, cancelling, checking, counting."""
+"""The engine between offload and wait: forwarding, cancelling, checking, counting."""
 
 import errno
 import gc
@@ -102,7 +102,7 @@ def test_a_reload_before_the_write_is_over_is_served_from_staging(file: MemoryFi
 
 
 def test_a_reload_before_release_waits_for_the_copy(file: MemoryFile, directory: str) -> None:
-    """Staging is full and writes are held, so chunks are still in the tensor when the reload comes."""
+    """Staging is full and writes are held, so some chunks are still in the tensor at the reload."""
     with engine_on(file, directory, host_budget_bytes=8192) as engine:
         file.writes_may_go_on.clear()
         x = torch.arange(4096)
@@ -140,9 +140,9 @@ def test_release_waits_for_the_last_copy_and_counts_it(file: MemoryFile, directo
 
 
 def test_what_somebody_waits_for_goes_first(file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One transfer at a time. A write is held; queued are two more writes, and reloads of a, b and c in this order.
+    """One transfer at a time. A write is held; two more writes and the reloads of a, b and c are queued in this order.
 
-    Then somebody waits for c: c is read first, then the other reloads, and the writes come last.
+    A thread then waits for c: c is read first, then the other reloads, and the writes come last.
     """
     monkeypatch.setattr("ssdtrain_fx.runtime.memory.movers.CpuMover.thread_count", 1)
     with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
@@ -177,11 +177,11 @@ def test_queued_writes_are_cancelled_when_the_token_dies(file: MemoryFile, direc
         first = offload(engine, torch.arange(512))
         second = offload(engine, torch.arange(512))
         file.write_begun.acquire()
-        file.write_begun.acquire()  # two writes are held, and no third one can begin
+        file.write_begun.acquire()  # two writes are held, and a third cannot begin
         third = offload_without_release(engine)
         assert engine.statistics().slots_in_use == 3
         del third
-        assert engine.statistics().slots_in_use in (2, 3)  # 3 while a thread had begun to copy it
+        assert engine.statistics().slots_in_use in (2, 3)  # 3 if a thread had begun to copy it
         file.writes_may_go_on.set()
         engine.wait_until_idle()
         statistics = engine.statistics()
@@ -196,7 +196,7 @@ def offload_without_release(engine: Engine) -> Tensor:
 
 
 def test_a_slot_is_not_reused_while_a_dead_tensor_is_still_written(file: MemoryFile, directory: str) -> None:
-    """1. a write is held, 2. its token dies, 3. another tensor comes: it must not get the same bytes of the file."""
+    """1. A write is held. 2. Its token dies. 3. Another tensor must not get the same bytes of the file."""
     with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
         file.writes_may_go_on.clear()
         token = offload(engine, torch.arange(512))
@@ -212,7 +212,7 @@ def test_a_slot_is_not_reused_while_a_dead_tensor_is_still_written(file: MemoryF
 
 
 def test_a_reload_without_wait_leaves_nothing_behind(file: MemoryFile, directory: str) -> None:
-    """An exception between the two ops, with the read still under way: the memory must live as long as the read."""
+    """An exception between the two ops while the read is in flight: the memory must live as long as the read."""
     with engine_on(file, directory) as engine:
         token = offload(engine, torch.arange(512))
         engine.wait_until_idle()
@@ -225,7 +225,7 @@ def test_a_reload_without_wait_leaves_nothing_behind(file: MemoryFile, directory
         file.reads_may_go_on.set()
         engine.wait_until_idle()
         assert engine.statistics().slots_in_use == 0
-        engine.close()  # the thread may hold its last task for a moment
+        engine.close()  # the thread may still hold its last task
         gc.collect()
         assert alive() is None
 
@@ -309,7 +309,7 @@ def test_a_large_file_is_cut_after_use(file: MemoryFile, directory: str, monkeyp
         engine.wait_until_idle()
         assert file.size_bytes == 81920
         del small
-        token = offload(engine, torch.arange(700))  # may land before or beyond the tail that is being cut
+        token = offload(engine, torch.arange(700))  # its slot may be before or after the tail that is being cut
         engine.wait_until_idle()
         assert torch.equal(fetch(engine, token, torch.arange(700)), torch.arange(700))
 
@@ -333,7 +333,10 @@ def test_a_file_that_cannot_be_cut_keeps_its_size_and_training_goes_on(
             assert engine.statistics().slots_in_use == 0
         assert engine.statistics().file_bytes == 81920
     assert [record.getMessage() for record in caplog.records] == [
-        "cannot cut /nowhere/(fake file): [Errno 5] Input/output error. It keeps its size until the engine is closed."
+        (
+            "cannot shrink /nowhere/(fake file): [Errno 5] Input/output error. "
+            "It keeps its size until the engine is closed."
+        )
     ]
 
 

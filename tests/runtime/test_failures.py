@@ -1,4 +1,4 @@
-"""Disks that are full or broken: memory is lost, never data; or backward raises."""
+"""Disks that are full or broken: they cost memory, not data, or backward raises."""
 
 import errno
 import gc
@@ -49,7 +49,7 @@ def test_a_failed_write_loses_nothing(
 
 @pytest.mark.parametrize("file", ["threads"], indirect=True)
 def test_a_reload_that_waits_for_what_is_never_copied_ends(file: MemoryFile, tmp_path: Path) -> None:
-    """1. the second half of a tensor finds no staging buffer, 2. a reload waits for it, 3. nobody wants it any more."""
+    """1. The second half of a tensor gets no staging buffer. 2. A reload waits for it. 3. Both are dropped."""
     with engine_on(file, str(tmp_path), host_budget_bytes=2 * 4096, io_timeout_s=5.0) as engine:
         file.writes_may_go_on.clear()
         token = offload(engine, ORIGINALS[0].clone(), late=True)
@@ -64,7 +64,7 @@ def test_a_reload_that_waits_for_what_is_never_copied_ends(file: MemoryFile, tmp
 
 
 def test_a_write_that_fails_while_the_tensor_is_being_reloaded(file: MemoryFile, tmp_path: Path) -> None:
-    """1. write held, 2. reload, which is served from staging, 3. the write fails, 4. another reload."""
+    """1. A write is held. 2. A reload is served from staging. 3. The write fails. 4. Another reload follows."""
     file.write_error = lambda index: OSError(errno.EIO, "I/O error")
     with engine_on(file, str(tmp_path), host_budget_bytes=1 << 16) as engine:
         file.writes_may_go_on.clear()
@@ -131,7 +131,7 @@ def test_a_failed_read_stops_backward(file: MemoryFile, tmp_path: Path, failing:
         token = offload(engine, ORIGINALS[2].clone(), "gelu_3")
         engine.wait_until_idle()
         y = engine.reload(token, (1100,), (1,), torch.int64, torch.device("cpu"))
-        for _ in range(2):  # it must not look filled at the second try
+        for _ in range(2):  # it must not look filled on the second try
             with pytest.raises(ActivationLostError) as caught:
                 engine.wait(y, token)
             for part in (
@@ -146,7 +146,7 @@ def test_a_failed_read_stops_backward(file: MemoryFile, tmp_path: Path, failing:
 
 
 def test_a_failed_read_holds_no_token(file: MemoryFile, tmp_path: Path) -> None:
-    """An error with its traceback would hold the frames of the ops, these the token, and the token the error."""
+    """A traceback would hold the frames of the ops, the frames the token, and the token the error."""
     file.read_error = lambda index: OSError(errno.EIO, "Input/output error")
     with engine_on(file, str(tmp_path)) as engine:
         token = offload(engine, ORIGINALS[2].clone())
@@ -187,7 +187,7 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("held", ["reads", "writes"])
 def test_no_order_of_events_stops_two_buffers(file: MemoryFile, tmp_path: Path, held: str) -> None:
-    """The smallest staging there is, more chunks than buffers in both directions, one direction held at first."""
+    """The smallest staging, more chunks than buffers in both directions, one direction held at first."""
     with engine_on(file, str(tmp_path), host_budget_bytes=0) as engine:
         old = offload(engine, ORIGINALS[2].clone())
         engine.wait_until_idle()

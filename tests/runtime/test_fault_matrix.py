@@ -1,7 +1,7 @@
-"""One training step on a disk that fails: the gradients are right, or there is an error; never silence.
+"""One training step on a disk that fails: the gradients are right, or an error is raised.
 
-The step is compiled once and run node by node, with every saved tensor offloaded. Where nothing else is said, forward
-is over on disk before backward begins, so that every tensor really comes back from there.
+The step is compiled once and run node by node, with every saved tensor offloaded. Unless a test says otherwise, all
+tensors are on disk before backward begins, so that every tensor is really read from there.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ from ssdtrain_fx.runtime.statistics import Statistics
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CHECKING_LANES: list[LaneKind] = ["aio", "threads", "cuda"]
-"""Bytes come by the processor: they can be checked, and what is missing can be asked for again."""
+"""Bytes pass through the CPU: they can be checked, and missing bytes can be requested again."""
 LANES: list[LaneKind] = [*CHECKING_LANES, "kvikio"]
-"""Not "source": where a page begins is chance there, and so is what the disk sees. It has a part of its own below."""
+"""Not "source": page boundaries vary there, and so do the transfers that the disk sees. It has its own section below.
+"""
 DISK_ERRORS = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ENODEV, errno.ESTALE]
 WIDTH = 40
 TENSOR_BYTES = WIDTH * WIDTH * 4  # 6400: two chunks
@@ -59,7 +60,7 @@ SLOT_BYTES = 2 * CHUNK_BYTES
 TENSORS = 5
 CHUNKS = 2 * TENSORS
 WIDE = 56
-"""12544 bytes: three pages or two are whole."""
+"""12544 bytes: two or three pages are whole."""
 PLACES = {"first": 0, "middle": CHUNKS // 2, "last": CHUNKS - 1}
 
 by_lane = pytest.mark.parametrize("lane", LANES)
@@ -83,7 +84,7 @@ def arguments(width: int = WIDTH) -> list[Tensor]:
 
 @dataclasses.dataclass
 class Step:
-    """A compiled step and what must come out of it."""
+    """A compiled step and its expected gradients."""
 
     compiled: Callable[..., Any]
     engine: Engine
@@ -103,7 +104,7 @@ class Step:
         return loss
 
     def run(self) -> None:
-        """A step whose gradients are right."""
+        """Run a step and check that its gradients are right."""
         self.forward_to_disk().backward()
         self.check_gradients()
 
@@ -114,7 +115,7 @@ class Step:
             weight.grad = None
 
     def lose(self, loss: Tensor) -> str:
-        """Backward fails, and no gradient was made. Returns the message."""
+        """Check that backward fails and leaves no gradient. Returns the message."""
         with pytest.raises(ActivationLostError) as caught:
             loss.backward()
         assert all(weight.grad is None for weight in self.weights)
@@ -125,7 +126,7 @@ class Step:
         return self.engine.statistics()
 
     def check_nothing_is_left(self) -> None:
-        gc.collect()  # an exception that was caught holds the frames that it passed
+        gc.collect()  # a caught exception holds the frames that it passed
         statistics = self.settled()
         assert (statistics.slots_in_use, statistics.slot_bytes_in_use, statistics.in_flight_bytes) == (0, 0, 0)
 
@@ -153,7 +154,7 @@ def compiled_wide(config: OffloadConfig) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _fast_garbage_collection(compiled: Callable[..., Any], compiled_wide: Callable[..., Any]) -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
-    """What is there already, torch above all, need not be searched in every test."""
+    """Objects that exist already, mainly those of torch, need not be searched in every test."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -189,7 +190,7 @@ def start(
 
 
 def told(lane: LaneKind, operation: Operation, error: int) -> tuple[int, str]:
-    """How an error of the disk reaches the user: its number and its text. KvikIO's own errors carry no number."""
+    """How an error of the disk is reported to the user: number and text. KvikIO's own errors have no number."""
     if lane == "kvikio":
         return errno.EIO, f"KvikIO {operation}: POSIX error on p{operation}: {os.strerror(error)}"
     return error, os.strerror(error)
@@ -201,7 +202,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @by_lane
 def test_a_disk_without_faults(start: Callable[..., Step], lane: LaneKind) -> None:
-    """The places below are what they are called."""
+    """The transfer counts that the places above assume."""
     disk = FaultyDisk()
     step = start(disk, lane)
     step.run()
@@ -219,7 +220,7 @@ def test_a_disk_without_faults(start: Callable[..., Step], lane: LaneKind) -> No
 def test_a_failed_write(
     start: Callable[..., Step], lane: LaneKind, number: int, error: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The data stays in memory, which is said once."""
+    """The data stays in memory, and one warning is logged."""
     step = start(FaultyDisk(Fault("write", number, Fail(error)), Fault("write", CHUNKS + 1, Fail(error))), lane)
     for _ in range(2):
         step.run()
@@ -281,7 +282,7 @@ def test_a_failed_read(start: Callable[..., Step], lane: LaneKind, number: int, 
 
 
 def check_lost(step: Step, disk: FaultyDisk, cause: str) -> None:
-    """The error names the tensor whose slot was struck, its slot, the file, and the cause."""
+    """The error names the tensor whose slot was hit, its slot, the file, and the cause."""
     loss = step.forward_to_disk()
     names = {entry.slot: entry.name for entry in step.engine._ledger.entries.values()}
     disk.struck.clear()
@@ -298,7 +299,7 @@ def check_lost(step: Step, disk: FaultyDisk, cause: str) -> None:
 def test_a_short_transfer_is_continued(
     start: Callable[..., Step], lane: LaneKind, number: int, operation: Operation
 ) -> None:
-    """Chunks of 8192 bytes, of which 5000 are moved: the rest is asked for from byte 4096 on."""
+    """5000 bytes of a chunk of 8192 bytes are moved: the rest is requested from byte 4096 on."""
     disk = FaultyDisk(Fault(operation, number // 2, Short(5000)))
     disk.chunk_bytes = 2 * CHUNK_BYTES
     step = start(disk, lane)
@@ -332,7 +333,7 @@ def test_a_read_that_moves_nothing(start: Callable[..., Step], lane: LaneKind, n
 def test_a_short_transfer_through_kvikio_is_an_error(
     start: Callable[..., Step], number: int, byte_count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is left out by the write stays in memory, of what is left out by the read there is no other copy."""
+    """A chunk whose write is short stays in memory; a chunk whose read is short has no other copy."""
     disk = FaultyDisk(Fault("write", number, Short(byte_count)), Fault("read", 0, Short(byte_count)))
     step = start(disk, "kvikio")
     check_lost(step, disk, f"[Errno 5] short KvikIO read: {byte_count} of ")
@@ -346,7 +347,7 @@ def test_a_short_transfer_through_kvikio_is_an_error(
 @by_lane
 @pytest.mark.parametrize("operation", ["write", "read"])
 def test_an_error_holds_no_tensor(start: Callable[..., Step], lane: LaneKind, operation: Operation) -> None:
-    """Neither that of the first chunk, which is told, nor that of the second one."""
+    """Neither the error of the first chunk, which is raised, nor that of the second chunk."""
     engine = start(FaultyDisk(Fault(operation, None, Fail(errno.EIO))), lane).engine
     told: ActivationLostError | None = None
     gc.disable()
@@ -363,17 +364,17 @@ def test_an_error_holds_no_tensor(start: Callable[..., Step], lane: LaneKind, op
             told = error.with_traceback(None)
         assert (told is None) == (operation == "write")
         del x, y
-        ops.close()  # the threads are gone
+        ops.close()  # the threads have ended
         assert [storage() for storage in storages] == [None, None]
     finally:
         gc.enable()
 
 
-# -- the host tier and what is read ahead ------------------------------------------------------------------------------
+# -- the host tier and reading ahead -----------------------------------------------------------------------------------
 
 
 def hint(step: Step, *, host: bool) -> None:
-    """What a plan would say: what forward has offloaded last comes back first."""
+    """Add the hints of a plan: the tensor that forward offloads last is reloaded first."""
     orders = itertools.count(1000, -1)
     engine_offload = step.engine.offload
 
@@ -388,7 +389,7 @@ def hint(step: Step, *, host: bool) -> None:
 def test_a_failed_write_of_what_has_to_leave_the_host_tier(
     start: Callable[..., Step], number: int, error: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Room for two chunks: all others go to the file after all."""
+    """Room for two chunks: all others are written to the file."""
     step = start(FaultyDisk(Fault("write", number, Fail(error))), "cuda", host_budget_bytes=3 * CHUNK_BYTES)
     hint(step, host=True)
     step.run()
@@ -433,7 +434,7 @@ def test_a_failed_read_of_what_had_to_leave_the_host_tier(start: Callable[..., S
 @by_error
 @pytest.mark.parametrize("number", range(CHUNKS))
 def test_a_failed_read_ahead(start: Callable[..., Step], number: int, error: int) -> None:
-    """Backward asks for the chunk again, or had asked for it: right gradients, or an error."""
+    """Backward requests the chunk again, or had already requested it: right gradients, or an error."""
     disk = FaultyDisk(Fault("read", number, Fail(error)))
     step = start(disk, "cuda")
     hint(step, host=False)
@@ -470,7 +471,7 @@ def test_reads_that_all_fail_ahead_and_asked_for(start: Callable[..., Step]) -> 
 @by_place
 @pytest.mark.parametrize("operation", ["write", "read"])
 def test_a_torn_transfer(start: Callable[..., Step], lane: LaneKind, number: int, operation: Operation) -> None:
-    """The disk says that it moved everything, and did not."""
+    """The disk reports that it moved everything, but it did not."""
     step = start(FaultyDisk(Fault(operation, number, Torn(512))), lane, checksum=True)
     assert "checksum mismatch" in step.lose(step.forward_to_disk())
     step.run()
@@ -488,7 +489,7 @@ def test_a_torn_transfer(start: Callable[..., Step], lane: LaneKind, number: int
 def test_damage_of_any_byte(
     start: Callable[..., Step], lane: LaneKind, operation: Operation, number: int, position: int, mask: int
 ) -> None:
-    """Backward fails where the byte belongs to a tensor; what lies beyond the tensor's end is nobody's business."""
+    """Backward fails if the byte belongs to a tensor; bytes after the tensor's end do not matter."""
     disk = FaultyDisk(Fault(operation, number, Flip(position, mask)))
     step = start(disk, lane, checksum=True)
     loss = step.forward_to_disk()
@@ -508,7 +509,7 @@ def test_damage_of_any_byte(
 def test_kvikio_cannot_tell_damage_so_checksums_are_refused(
     start: Callable[..., Step], operation: Operation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is not insisted on, checksums send tensors through host memory."""
+    """If KvikIO is not required, checksums send tensors through host memory."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     disk = FaultyDisk(Fault(operation, 0, Torn(512)))
     with pytest.raises(ConfigError, match='checksum=True needs io="posix"'):
@@ -519,11 +520,11 @@ def test_kvikio_cannot_tell_damage_so_checksums_are_refused(
     step.check_nothing_is_left()
 
 
-# -- written from where they are ---------------------------------------------------------------------------------------
+# -- written without staging -------------------------------------------------------------------------------------------
 
 
 def try_step(step: Step) -> str:
-    """Right gradients, or an error and none. Returns its message."""
+    """Run a step: right gradients, or an error and no gradients. Returns the message of the error."""
     loss = step.forward_to_disk()
     try:
         loss.backward()
@@ -538,7 +539,7 @@ from_source_numbers = pytest.mark.parametrize("number", [*range(0, 2 * TENSORS, 
 
 
 def test_tensors_are_written_from_where_they_are(start: Callable[..., Step]) -> None:
-    """Whole pages, and nothing else: the edges stay in memory."""
+    """Only whole pages are written: the edges stay in memory."""
     disk = FaultyDisk()
     step = start(disk, "source")
     step.run()
@@ -595,7 +596,7 @@ def test_a_disk_that_is_full_for_what_is_written_from_where_it_is(
 def test_damage_of_what_is_written_from_where_it_is(
     start: Callable[..., Step], operation: Operation, number: int, effect: Torn | Flip
 ) -> None:
-    """Every byte that is written belongs to a tensor; one that is zero already may be torn away."""
+    """Every byte that is written belongs to a tensor. A torn transfer goes unnoticed if the missing bytes are zero."""
     disk = FaultyDisk(Fault(operation, number, effect))
     message = try_step(start(disk, "source", checksum=True))
     assert "checksum mismatch" in message or (isinstance(effect, Torn) and message == "")
@@ -606,14 +607,14 @@ def test_damage_of_what_is_written_from_where_it_is(
 def test_a_disk_that_hangs_with_what_is_written_from_where_it_is(
     start: Callable[..., Step], operation: Operation, number: int
 ) -> None:
-    """A release waits for the disk there: nothing may change the tensor while the disk reads from it."""
+    """A release waits for the disk there: the tensor must not change while the disk reads from it."""
     disk = FaultyDisk(Fault(operation, number, Hang()))
     step = start(disk, "source", io_timeout_s=60.0)
     if operation == "write":
-        with pytest.raises(StalledDiskError, match=r"no transfer has ended for 60.0 s while "):
+        with pytest.raises(StalledDiskError, match=r"no transfer has finished for 60.0 s while "):
             step.forward_to_disk()
     else:
-        assert "no transfer has ended for 60.0 s while " in step.lose(step.forward_to_disk())
+        assert "no transfer has finished for 60.0 s while " in step.lose(step.forward_to_disk())
     disk.let_go()
     gc.collect()
     step.run()
@@ -622,7 +623,7 @@ def test_a_disk_that_hangs_with_what_is_written_from_where_it_is(
 
 @pytest.mark.parametrize("call", range(1, 9))
 def test_an_exception_while_tensors_are_written_from_where_they_are(start: Callable[..., Step], call: int) -> None:
-    """In forward (calls 1 to 3) or in backward, with transfers under way."""
+    """In forward (calls 1 to 3) or in backward, with transfers in flight."""
     late = Late(0.001)
     step = start(FaultyDisk(Fault("write", None, late), Fault("read", None, late)), "source")
     with failing_at(call):
@@ -639,7 +640,7 @@ def test_an_exception_while_tensors_are_written_from_where_they_are(start: Calla
 
 @by_lane
 def test_a_slow_disk(start: Callable[..., Step], lane: LaneKind) -> None:
-    """Ten times slower than memory is in this test; transfers are under way wherever the step is."""
+    """Ten times slower than memory is in this test; transfers are in flight throughout the step."""
     disk = FaultyDisk(Fault("write", None, Late(0.004)), Fault("read", None, Late(0.004)))
     step = start(disk, lane, host_budget_bytes=1)
     for _ in range(2):
@@ -654,8 +655,8 @@ def test_a_disk_that_hangs_in_backward(start: Callable[..., Step], lane: LaneKin
     disk = FaultyDisk(Fault("read", number, Hang()))
     step = start(disk, lane, io_timeout_s=60.0)
     message = step.lose(step.forward_to_disk())
-    assert "no transfer has ended for 60.0 s while " in message
-    assert "being read back; free staging buffers, cpu: " in message
+    assert "no transfer has finished for 60.0 s while " in message
+    assert "being reloaded; free staging buffers, cpu: " in message
     disk.let_go()
     step.run()
     step.check_nothing_is_left()
@@ -664,10 +665,12 @@ def test_a_disk_that_hangs_in_backward(start: Callable[..., Step], lane: LaneKin
 @by_lane
 @by_place
 def test_a_disk_that_hangs_in_forward(start: Callable[..., Step], lane: LaneKind, number: int) -> None:
-    """The smallest staging there is, so that a release has to wait for the writes."""
+    """The smallest staging, so that a release has to wait for the writes."""
     disk = FaultyDisk(*(Fault("write", later, Hang()) for later in range(number, CHUNKS)))
     step = start(disk, lane, io_timeout_s=60.0, host_budget_bytes=1)
-    with pytest.raises(StalledDiskError, match=r"no transfer has ended for 60.0 s while .*; chunks: \d+ to be copied"):
+    with pytest.raises(
+        StalledDiskError, match=r"no transfer has finished for 60.0 s while .*; chunks: \d+ to be copied"
+    ):
         step.forward_to_disk()
     disk.let_go()
     gc.collect()
@@ -679,12 +682,12 @@ def test_a_disk_that_hangs_in_forward(start: Callable[..., Step], lane: LaneKind
 
 
 class UserError(Exception):
-    """What the caller's own code raises."""
+    """An exception that the caller's code raises."""
 
 
 @contextlib.contextmanager
 def failing_at(call: int) -> Iterator[None]:
-    """The matrix product number ``call`` raises, and the step with it."""
+    """Let the matrix product number ``call`` raise, so that the step fails."""
     calls = itertools.count(1)
     run_node = fx.Interpreter.run_node
 
@@ -702,7 +705,7 @@ def failing_at(call: int) -> Iterator[None]:
 @by_lane
 @pytest.mark.parametrize("call", range(1, 4))
 def test_an_exception_in_forward(start: Callable[..., Step], lane: LaneKind, call: int) -> None:
-    """With writes under way."""
+    """With writes in flight."""
     step = start(FaultyDisk(Fault("write", None, Late(0.001))), lane)
     with failing_at(call):
         step.forward()
@@ -714,7 +717,7 @@ def test_an_exception_in_forward(start: Callable[..., Step], lane: LaneKind, cal
 @by_lane
 @pytest.mark.parametrize("call", range(1, 6))
 def test_an_exception_in_backward(start: Callable[..., Step], lane: LaneKind, call: int) -> None:
-    """With reads under way."""
+    """With reads in flight."""
     step = start(FaultyDisk(Fault("read", None, Late(0.001))), lane)
     loss = step.forward_to_disk()
     with failing_at(call):

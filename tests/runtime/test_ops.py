@@ -62,12 +62,12 @@ def test_a_ticket_is_good_for_one_wait(engine: str) -> None:
 
 
 def test_a_token_that_no_engine_made_is_refused() -> None:
-    with pytest.raises(InternalError, match="handle -5, which no engine made"):
+    with pytest.raises(InternalError, match="handle -5, which no engine issued"):
         ops.reload(torch.tensor([-5]), (1,), (1,), torch.float32, torch.device("cpu"))
 
 
 def test_the_engine_is_found_by_the_token(tmp_path: Path) -> None:
-    """Backward knows the token only; the two engines must not take each other's handles."""
+    """Backward has only the token; the two engines must not use each other's handles."""
     engines = Engines()
     arguments = [EngineConfig(ssd_dir=str(tmp_path), checksum=flag).to_argument() for flag in (False, True)]
     first, second = (engines.open(argument) for argument in arguments)

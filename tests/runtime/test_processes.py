@@ -1,4 +1,4 @@
-"""What a process leaves behind, and what it hands to its children."""
+"""What a process leaves behind, and what its children inherit."""
 
 import os
 import signal
@@ -125,7 +125,7 @@ def test_a_forked_child_has_engines_of_its_own(tmp_path: Path) -> None:
         token = offload(x)
         lock = runtime._engines._lock
         ledger = runtime._engines.open(engine)._ledger
-        with lock, ledger.lock:  # the fork may catch them in any state
+        with lock, ledger.lock:  # a fork may happen in any state of the locks
             child = os.fork()
         if child == 0:
             try:
@@ -173,14 +173,14 @@ def test_exit_while_the_disk_hangs(tmp_path: Path, io: str, ending: str) -> None
     """
     returncode, _, errors = run(script, tmp_path)
     assert returncode == (1 if "mistake" in ending else 0), errors
-    assert errors.count("closed an engine although transfers do not end") == 1
+    assert errors.count("closed an engine although its transfers do not finish") == 1
     assert ("Traceback" in errors) == ("mistake" in ending)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("io", ["posix", "aio"])
 def test_a_fork_disturbs_no_transfer(tmp_path: Path, io: str) -> None:
-    """Forks while the tensor is written and while it is read; the parent touches other memory meanwhile."""
+    """Fork while the tensor is written and while it is read; the parent writes to other memory at the same time."""
     script = f"""
         engine = EngineConfig(ssd_dir=sys.argv[1], io={io!r}).to_argument()
         children = []

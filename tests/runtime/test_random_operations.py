@@ -1,6 +1,6 @@
-"""Four threads offload, reload and drop at random on a disk with random faults; a dictionary knows what must be true.
+"""Four threads offload, reload and drop at random on a disk with random faults; a dictionary holds the expected values.
 
-Rules only hand out work. ``settle`` waits for it and compares; so up to then everything happens at the same time.
+Rules only start work, so that everything runs at the same time. ``settle`` waits for it and compares the results.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ damage = st.builds(Flip, st.integers(0, 4095), st.integers(1, 255))
 threads = st.integers(0, THREADS - 1)
 releases = st.sampled_from([{}, {}, {"own": True}, {"own": True, "late": True}])
 waits = st.sampled_from([{}, {"out_s": 0.0, "back_s": 0.0}, {"out_s": 0.0, "back_s": 0.0, "stall_s": 1.0}])
-"""What the plan says of the time that a tensor has, and waits for it."""
+"""What the plan says about the time that a tensor has, and about the stalls that it causes."""
 
 
 class Operations(RuleBasedStateMachine):
-    """One engine, and what was given to it."""
+    """One engine and the tensors that were offloaded."""
 
     lane: ClassVar[LaneKind]
     checksum: ClassVar[bool] = True
@@ -46,7 +46,7 @@ class Operations(RuleBasedStateMachine):
 
     @initialize(buffers=st.sampled_from([2, 3, 8, 32]), is_limited=st.booleans())
     def open(self, buffers: int, is_limited: bool) -> None:
-        """Where it ``is_limited``, what has no time to leave stays in memory."""
+        """If the engine ``is_limited``, tensors without enough time to leave stay in memory."""
         self.resources = contextlib.ExitStack()
         self.disk = FaultyDisk()
         self.disk.chunk_bytes = 8192
@@ -63,7 +63,7 @@ class Operations(RuleBasedStateMachine):
         if is_limited:
             self.engine._ledger.admission.charge(BALANCE_LIMIT_S)
             for meter in self.engine._ledger.traffic.meters:
-                meter.note(4096, 1.0, 1, busy=True)  # until something faster has been seen
+                meter.note(4096, 1.0, 1, busy=True)  # holds until a faster rate is measured
         self.workers = [self.resources.enter_context(ThreadPoolExecutor(1)) for _ in range(THREADS)]
         self.tokens: dict[int, Future[Tensor]] = {}
         self.values: dict[int, Tensor] = {}
@@ -98,7 +98,7 @@ class Operations(RuleBasedStateMachine):
 
     @rule(target=tensors, thread=threads, orders=st.permutations(range(4)), host=st.sampled_from([[], [0], [1, 2]]))
     def forward(self, thread: int, orders: list[int], host: list[int]) -> Any:
-        """A run of a graph, which can be read ahead once it is on disk."""
+        """A run of a graph; its tensors can be read ahead once they are on disk."""
         return multiple(
             *(self._offload(thread, 1100, {"host": order in host, "reload_order": order}) for order in orders)
         )
@@ -112,7 +112,7 @@ class Operations(RuleBasedStateMachine):
 
     @rule(thread=threads, key=tensors)
     def reload_in_vain(self, thread: int, key: int) -> None:
-        """Nobody waits for what comes back, as after an exception."""
+        """Reload without a wait, as after an exception."""
         value = self.values[key]
         self.reload_count += 1
         self.reloaded_bytes += value.nbytes
@@ -125,12 +125,12 @@ class Operations(RuleBasedStateMachine):
 
     @rule()
     def slow_device_down(self) -> None:
-        """Nothing that it is told is over before the next ``settle``."""
+        """None of the device's work completes before the next ``settle``."""
         self.disk.cuda.device_is_fast = False
 
     @rule(operation=st.sampled_from(["write", "read"]), ahead=st.integers(0, 3), effect=effects | damage)
     def break_transfer(self, operation: Operation, ahead: int, effect: Effect) -> None:
-        if self.checksum or not isinstance(effect, Flip):  # else nobody could tell
+        if self.checksum or not isinstance(effect, Flip):  # otherwise the damage is not detectable
             self.disk.faults.append(Fault(operation, self.disk.counts[operation] + ahead, effect))
 
     @rule(ahead=st.integers(0, 3))
@@ -145,7 +145,7 @@ class Operations(RuleBasedStateMachine):
         self.lost_count += sum(future.result() is False for future in self.pending)
         self.pending.clear()
         for worker in self.workers:
-            worker.submit(int).result()  # it holds what it worked on until then
+            worker.submit(int).result()  # until then it holds its last task
         self.engine.wait_until_idle()
         self._check_statistics()
 
@@ -156,7 +156,7 @@ class Operations(RuleBasedStateMachine):
             self.settle()
             damaged_writes = any(f.operation == "write" and isinstance(f.effect, Flip) for f in self.disk.faults)
             self.disk.faults.clear()
-            if not damaged_writes:  # whatever else went wrong, the data is there
+            if not damaged_writes:  # the data survives all other faults
                 self._check_data()
             self.tokens.clear()
             self.engine.wait_until_idle()
@@ -177,7 +177,7 @@ class Operations(RuleBasedStateMachine):
             assert torch.equal(fetch(self.engine, token.result(), self.values[key]), self.values[key])
 
     def _reload(self, token: Future[Tensor], value: Tensor) -> bool:
-        """Whether the data came back."""
+        """Whether the data was reloaded."""
         try:
             found = fetch(self.engine, token.result(), value)
         except ActivationLostError:
@@ -198,10 +198,10 @@ class Operations(RuleBasedStateMachine):
         out_bytes = statistics.bytes_written + statistics.kept_bytes + statistics.cancelled_bytes
         host_bytes = statistics.host_bytes - statistics.demoted_bytes
         assert host_bytes >= 0
-        # What stays has perhaps left in part, or never had a slot.
+        # A tensor that stays may have left in part, or never had a slot.
         assert self.offloaded_bytes - statistics.kept_for_time_bytes <= out_bytes + host_bytes <= self.offloaded_bytes
         back_bytes = statistics.bytes_read - statistics.read_ahead_bytes + statistics.forwarded_bytes
-        if not self.are_linked:  # else what comes after a tensor in the chain comes with it, asked for or not
+        if not self.are_linked:  # otherwise later tensors of the chain are read along, requested or not
             assert back_bytes <= self.reloaded_bytes
         if not self.lost_count and self.all_were_waited_for and not statistics.kept_for_time:
             assert back_bytes >= self.reloaded_bytes
@@ -222,13 +222,13 @@ class OperationsByThreads(Operations):
 
 
 class OperationsByCuda(Operations):
-    """With a host tier, on a stand-in for the device."""
+    """A lane with a host tier, on a stand-in for the device."""
 
     lane = "cuda"
 
 
 class OperationsByKvikio(Operations):
-    """Straight from a stand-in for the device to the disk: what comes back damaged cannot be told from data."""
+    """Direct transfers between a stand-in for the device and the disk; without checksums, damage is not detectable."""
 
     lane = "kvikio"
     checksum = False

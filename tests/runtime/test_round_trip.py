@@ -1,4 +1,4 @@
-"""What comes back is what went out: every dtype, many layouts, any layout at reload. The oracle is a clone."""
+"""Reloaded tensors equal the offloaded ones: every dtype, many layouts, any layout at reload. The oracle is a clone."""
 
 import threading
 from collections.abc import Iterator
@@ -38,14 +38,14 @@ LANES = {"aio": KernelAio, "threads": no_aio}
 
 @pytest.fixture(scope="module", params=LANES)
 def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """A real file; chunks are small, so that most tensors have several."""
+    """An engine on a real file; chunks are small, so that most tensors have several."""
     config = EngineConfig(ssd_dir=str(tmp_path_factory.mktemp("spill")), checksum=True)
     with Engine(config, open_aio=LANES[request.param], chunk_bytes=4096) as engine:
         yield engine
 
 
 def bits(x: Tensor) -> Tensor:
-    """For comparisons that see the sign of zero and the payload of NaN."""
+    """The bytes of ``x``, for comparisons that include the sign of zero and the payload of NaN."""
     return (
         x.detach()
         .resolve_conj()
@@ -118,7 +118,7 @@ def test_layouts_come_back_dense(engine: Engine, layout: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), size=st.lists(st.integers(1, 9), max_size=4))
 def test_any_layout_out_and_any_other_back(engine: Engine, data: st.DataObject, size: list[int]) -> None:
-    """The strides in the graph are not always those at run time: values must survive all the same."""
+    """The strides in the graph are not always those at run time; the values must still be correct."""
 
     def some_layout() -> Tensor:
         order = data.draw(st.permutations(range(len(size))))
@@ -144,7 +144,7 @@ def test_hazard_9_dense_out_in_one_order_and_back_in_another(engine: Engine) -> 
     [("small holes", 39 * 64 + 50), ("large holes", 40 * 5), ("expanded", 40 * 30), ("channels last", 2 * 3 * 20 * 20)],
 )
 def test_how_much_is_moved(engine: Engine, layout: str, elements: int) -> None:
-    """Small holes are moved along, large ones are not, and what is repeated is moved once."""
+    """Small holes are moved too, large ones are not, and repeated elements are moved once."""
     engine.wait_until_idle()
     before = engine.statistics()
     token = offload_as_it_is(engine, LAYOUTS[layout]())
@@ -158,7 +158,7 @@ def offload_as_it_is(engine: Engine, x: Tensor) -> Tensor:
 
 
 def test_the_memory_may_be_overwritten_after_release(engine: Engine) -> None:
-    """Hazard: Inductor reuses buffers in place, whoever holds a reference."""
+    """Hazard: Inductor reuses buffers in place, even if there are other references."""
     for size in (10, 100_000):
         x = random_tensor(size, dtype=torch.int64)
         expected = x.clone()

@@ -1,4 +1,4 @@
-"""Traces: what is recorded agrees with the statistics, and the file is one that viewers read."""
+"""Traces: the recorded events agree with the statistics, and viewers can read the file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Event = dict[str, Any]
 
 
 class OneEngine:
-    """Hands a trace to one engine, as the registry does to all."""
+    """Passes a trace to one engine, as the registry does to all engines."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -47,7 +47,7 @@ def engine(file: MemoryFile, tmp_path: Path) -> Iterator[Engine]:
 
 
 def read(path: Path) -> list[Event]:
-    """The events of a trace, after a check of everything that the format asks of each."""
+    """The events of a trace, each checked against the requirements of the format."""
     content = json.loads(path.read_text())
     assert set(content) == {"displayTimeUnit", "baseTimeNanoseconds", "traceEvents"}
     events = content["traceEvents"]
@@ -180,7 +180,7 @@ def test_a_failed_transfer_says_why_and_counts_no_bytes(file: MemoryFile, engine
 
 
 def test_steps_go_from_the_first_offload_to_the_last_wait(engine: Engine, tmp_path: Path) -> None:
-    """Trace begins in a backward pass; then two steps, the second with two backward passes (retain_graph)."""
+    """The trace begins in a backward pass. Two steps follow, the second with two backward passes (retain_graph)."""
     path = tmp_path / "trace.json"
     x = torch.arange(600)
     old = offload(engine, x.clone())
@@ -244,10 +244,10 @@ def test_an_engine_that_opens_meanwhile_is_recorded_too(tmp_path: Path, ssd_dir:
 
 
 def test_the_clock_and_the_threads_are_those_of_torch_profiler(tmp_path: Path, ssd_dir: str) -> None:
-    """profile( record_function( trace( ops ) ) ): in one file, the ops lie inside the recorded function."""
+    """profile( record_function( trace( ops ) ) ): in one file, the ops are inside the recorded function."""
     ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        torch.ones(1).add_(1)  # the first op starts the profiler up
+        torch.ones(1).add_(1)  # the first op starts the profiler
         with torch.profiler.record_function("around"), ssdtrain_fx.trace(ours):
             step_through_ops(ssd_dir)
     profile.export_chrome_trace(str(theirs))
@@ -273,7 +273,7 @@ def test_the_file_is_written_when_the_body_raises(tmp_path: Path, ssd_dir: str) 
     with pytest.raises(ZeroDivisionError), ssdtrain_fx.trace(path):
         body()
     assert [event for event in read(path) if event["name"] == "wait"]
-    with ssdtrain_fx.trace(path):  # and the next one may begin
+    with ssdtrain_fx.trace(path):  # the next trace may begin
         pass
     assert whole(read(path)) == []
 

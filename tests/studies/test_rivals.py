@@ -1,4 +1,4 @@
-"""The baselines compute the same, and go through what they are named after."""
+"""The baselines compute the same gradients, by the mechanism that they are named after."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_hooks_write_activations_and_bring_them_back(tmp_path: Path) -> None:
         found, expected = gradients(net, step(x)), gradients(net, net(x))
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         sizes.append(hooks.file_bytes)
-    assert sizes == [sizes[0]] * 3, "the room of one step serves the next"
-    assert sizes[0] >= 3 * 32 * 16 * 4, "what every layer reads"
+    assert sizes == [sizes[0]] * 3, "the next step reuses the space"
+    assert sizes[0] >= 3 * 32 * 16 * 4, "the input of every layer"
     assert list(tmp_path.iterdir()) == []
     hooks.close()
 

@@ -1,4 +1,4 @@
-"""The recompute-offload-keep curve: predicted points obey what must hold, and the command writes them."""
+"""The recompute-offload-keep curve: invariants of predicted points, and the command that writes them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ssdtrain_fx.studies.rok_measurement import measure_rok, run_of
 WIDTH = 64
 SLOWDOWNS = (0.0, 0.1, 0.5, 2.0)
 SLOW_DISK = dataclasses.replace(FAST_DISK, write=Channel(bytes_per_s=2e7), read=Channel(bytes_per_s=2e7))
-"""So slow that every transfer shows."""
+"""So slow that every transfer is exposed."""
 CONFIG = OffloadConfig(min_tensor_bytes=512, hardware=SLOW_DISK)
 
 
 class Layer(nn.Module):
-    """Saves several activations, and one input is enough to compute them again."""
+    """Saves several activations that can all be recomputed from one input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,12 +85,14 @@ def test_every_strategy_trades_as_it_must() -> None:
         assert recompute.predicted.step_s > keep.predicted.step_s
         for planned in (offload, mixed):
             assert [point.max_slowdown for point in planned] == list(SLOWDOWNS)
-            assert peaks(planned) == sorted(peaks(planned), reverse=True), "more time, no higher peak"
+            assert peaks(planned) == sorted(peaks(planned), reverse=True), "with more time, the peak is not higher"
             assert peaks(planned)[-1] < peaks(planned)[0] <= keep.predicted.peak_bytes
             for point in planned:
                 assert point.max_slowdown is not None
                 assert point.predicted.step_s <= (1 + point.max_slowdown) * keep.predicted.step_s * (1 + 1e-9)
-        assert all(m <= o for m, o in zip(peaks(mixed), peaks(offload), strict=True)), "one choice more, no higher peak"
+        assert all(m <= o for m, o in zip(peaks(mixed), peaks(offload), strict=True)), (
+            "with one more choice, the peak is not higher"
+        )
     keeps = of_strategy(curve.points, "keep")
     assert peaks(keeps)[0] < peaks(keeps)[1]
 
@@ -108,7 +110,7 @@ def test_a_larger_budget_never_costs_more_time() -> None:
 
 
 def test_it_predicts_what_explain_says() -> None:
-    """Plans are made for a copy of the traced graphs; ``explain`` plans inside the trace."""
+    """``rok`` plans for a copy of the traced graphs; ``explain`` plans during the trace."""
     model, inputs = make(512)
     (graph,) = explain(model, *inputs, config=dataclasses.replace(CONFIG, max_slowdown=0.5)).graphs
     keep, _, mixed = curve_of(max_slowdowns=[0.5]).points
@@ -125,7 +127,7 @@ def test_what_cannot_be_made_is_named() -> None:
     *budgets, recompute = curve.skipped
     for strategy, reason in zip(("offload", "mixed"), budgets, strict=True):
         assert reason.startswith(f"{strategy}, batch 512: memory_budget_bytes is 1, but the predicted activation peak")
-    assert recompute == "recompute: no model with checkpointed layers was given"
+    assert recompute == "recompute: make_recomputing_model was not given (--recomputing on the command line)"
 
 
 @pytest.mark.parametrize(("breaks", "found"), [(True, 2), (False, 0)])
@@ -157,7 +159,7 @@ def test_nothing_beats_the_front_and_the_front_beats_the_rest(points: list[RokPo
     front = RokCurve(points=tuple(points)).pareto_front()
 
     def beats(one: RokPoint, other: RokPoint) -> bool:
-        """At least as good in both, better in one."""
+        """At least as good in both respects, and better in one."""
         a = (one.outcome.peak_bytes, -one.samples_per_s)
         b = (other.outcome.peak_bytes, -other.samples_per_s)
         return a[0] <= b[0] and a[1] <= b[1] and a != b
@@ -168,7 +170,7 @@ def test_nothing_beats_the_front_and_the_front_beats_the_rest(points: list[RokPo
         if not any(beats(other, point) for other in points)
     }
     assert {(point.outcome.peak_bytes, point.samples_per_s) for point in front} == wanted
-    assert len(front) == len(wanted), "equal points stand for one"
+    assert len(front) == len(wanted), "equal points appear once"
 
 
 @given(st.lists(rok_points, max_size=3), st.lists(st.text(), max_size=2))
@@ -235,8 +237,8 @@ def test_the_command_writes_a_picture_and_all_points(tmp_path: Path, monkeypatch
         (["gpt3"], "Unknown model 'gpt3'"),
         (["gpt2", "--hidden", "100"], "hidden is 100"),
         (["nowhere:make"], "No module named 'nowhere'"),
-        (["toy:make", "--measure"], "works for gpt2, "),
-        (["gpt2", "--recomputing", "toy:make"], "belongs to a MODEL of your own"),
+        (["toy:make", "--measure"], "only works for gpt2, "),
+        (["gpt2", "--recomputing", "toy:make"], "--recomputing is only for a MODEL given as module:callable"),
         (["gpt2", "--png", "/nowhere/at/all.png"], "The directory of /nowhere/at/all.png does not exist"),
     ],
 )

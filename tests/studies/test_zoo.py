@@ -1,4 +1,4 @@
-"""Every model trains, as one graph, on batches that differ from step to step and not from run to run."""
+"""Every model trains as one graph. Batches differ between steps, but not between runs."""
 
 from __future__ import annotations
 

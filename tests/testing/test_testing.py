@@ -1,4 +1,4 @@
-"""The testing tools: what they must refuse, what they leave alone, and that a package of somebody else can use them."""
+"""Testing tools: what they must reject, what they must not change, and that other packages can use them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_same_not_a_number_is_the_same() -> None:
 
 
 def test_nothing_to_compare_is_no_success() -> None:
-    with pytest.raises(AssertionError, match="there is no tensor to compare"):
+    with pytest.raises(AssertionError, match="expected contains no tensor to compare"):
         assert_same_bits([], [])
 
 
@@ -96,7 +96,7 @@ def test_a_capture_leaves_no_trace() -> None:
 
 
 def test_a_captured_step_computes_what_eager_autograd_does() -> None:
-    """Against the function itself: its loss, and the gradients of what requires them."""
+    """Compares loss and gradients with those of the function itself."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         return (x @ w).tanh().square().sum()
@@ -113,12 +113,12 @@ def test_a_captured_step_computes_what_eager_autograd_does() -> None:
 
 
 def test_a_function_without_gradients_is_refused() -> None:
-    with pytest.raises(ValueError, match="makes no gradient of these inputs"):
+    with pytest.raises(ValueError, match="no output requires gradients for these inputs"):
         capture_step(lambda x: x.exp(), torch.randn(4))
 
 
 def test_a_pass_that_breaks_a_value_is_caught() -> None:
-    """relu becomes neg: the bits tell, and the text shows what was done."""
+    """The pass turns relu into neg: the results differ, and the diff shows the change."""
     step = capture_step(lambda x: x.relu().exp().sum(), torch.randn(4, requires_grad=True))
     joint = step.join()
     named(joint.graph, "relu").target = torch.ops.aten.neg.default
@@ -138,14 +138,14 @@ def test_a_pass_that_breaks_a_value_is_caught() -> None:
 
 def test_what_is_not_there_is_named() -> None:
     joint = capture_toy("mlp").join()
-    with pytest.raises(KeyError, match="no node is named 'nothing'; there are primals_1, "):
+    with pytest.raises(KeyError, match="no node is named 'nothing'; nodes: primals_1, "):
         named(joint.graph, "nothing")
-    with pytest.raises(KeyError, match="nothing is not saved; saved are "):
+    with pytest.raises(KeyError, match="nothing is not saved for backward; saved nodes: "):
         analyse(joint).candidate("nothing")
 
 
 def test_memory_is_counted_on_storages() -> None:
-    """0 x (an input, not counted);  1 exp;  2 a view of it;  3 sin, and exp is dead behind it;  4 return sin"""
+    """0 x (an input, not counted);  1 exp;  2 a view of it;  3 sin, the last reader of exp;  4 return sin"""
     graph = fx.Graph()
     x = graph.placeholder("x")
     exp = graph.call_function(torch.ops.aten.exp.default, (x,))
@@ -234,7 +234,7 @@ def write_package(directory: Path, files: dict[str, str]) -> None:
 
 
 def test_somebody_else_can_test_a_pass(tmp_path: Path) -> None:
-    """From outside: a package of its own, a process of its own, and nothing of these tests within reach."""
+    """Runs from outside: in a separate package and process, without access to these tests."""
     write_package(tmp_path, SOMEBODY_ELSES_PACKAGE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

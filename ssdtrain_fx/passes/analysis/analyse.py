@@ -21,25 +21,25 @@ from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Analysis:
-    """Facts about one graph; stale as soon as the graph is rewritten."""
+    """Facts about one graph. They are stale as soon as the graph is rewritten."""
 
     joint: ScheduledJointGraph
     alias_sets: AliasSets
     candidates: tuple[Candidate, ...]
     intervals: Mapping[int, LiveInterval]
-    """When each storage is live if nothing moves, by its index."""
+    """The live interval of each storage if nothing moves, by index."""
     node_s: tuple[float, ...]
     """Seconds of every node."""
     activations: frozenset[fx.Node] = frozenset()
-    """Inputs that may move. Empty unless the graph is one of a chain."""
+    """Inputs that may move. Empty unless the graph is a link of a chain."""
     measured: MeasuredNodes = dataclasses.field(default_factory=MeasuredNodes)
-    """Which of ``node_s`` were measured; all others are by roofline."""
+    """The nodes whose ``node_s`` were measured. All others are estimated by roofline."""
     facts: NodeFacts | None = None
-    """What ``node_s`` were estimated from, for whoever estimates again."""
+    """The facts from which ``node_s`` were estimated, for later estimates."""
 
     @property
     def cost_sources(self) -> CostSources:
-        """Where ``node_s`` come from."""
+        """How many of ``node_s`` were measured and how many estimated."""
         return self.measured.sources(self.node_s)
 
 
@@ -54,10 +54,10 @@ def analyse(
     """Run all analyses.
 
     Args:
-        min_tensor_bytes: storages smaller than this are no candidates.
-        hardware: gives the rates behind the seconds.
-        fused: the graph will be compiled by Inductor, which keeps some storages out of memory and saves kernels.
-        times: measured times of what is not fused. None: all is by roofline.
+        min_tensor_bytes: smaller storages stay in memory.
+        hardware: the rates from which seconds are estimated.
+        fused: True if Inductor compiles the graph. Fusion keeps some storages out of memory and saves kernels.
+        times: measures the nodes that are not fused. None: all seconds are estimated by roofline.
     """
     alias_sets = find_alias_sets(joint.graph)
     activations = find_activations(joint)

@@ -1,4 +1,4 @@
-"""Which saved storages may be offloaded, and for every other one the reason why not."""
+"""Which saved storages may be offloaded, and why every other one may not."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Candidate:
     storage: Storage
     saved_nodes: tuple[fx.Node, ...]
     representative: fx.Node | None
-    """The node to move; None when the storage must stay."""
+    """The node whose value is offloaded; None if the storage must stay in memory."""
     reason_to_keep: str
-    """Empty when the storage may be offloaded."""
+    """Empty if the storage may be offloaded."""
 
 
 def find_candidates(
@@ -36,17 +36,18 @@ def find_candidates(
     min_tensor_bytes: int,
     activations: Collection[fx.Node] = (),
 ) -> tuple[Candidate, ...]:
-    """One candidate per storage that backward reads, in the order of allocation.
+    """One candidate per saved storage that backward reads, in the order of allocation.
 
     Args:
-        activations: placeholders that nobody is known to hold outside; all others stay in memory.
+        activations: placeholders that may move, because nothing outside the graph is known to hold them. All other
+            placeholders stay in memory.
     """
     saved_by_storage: dict[int, list[fx.Node]] = {}
     positions = joint.positions()
     marker = positions[joint.marker]
     for node in joint.saved:
         storage = alias_sets.of(node)
-        # A partitioner may save what it then recomputes; nobody reads that, and split drops it.
+        # A partitioner may save a value and recompute it as well. The saved one is not read, and split drops it.
         if storage is not None and any(positions[user] > marker for user in node.users):
             saved_by_storage.setdefault(storage.idx, []).append(node)
     outputs = storages_of(joint.forward_outputs, alias_sets)
@@ -75,10 +76,10 @@ def find_candidates(
 
 
 def view_path(node: fx.Node, representative: fx.Node, storage: Storage, alias_sets: AliasSets) -> list[fx.Node] | None:
-    """The view ops that lead from ``representative`` to ``node``, in order; None when there is no such path.
+    """The view ops that lead from ``representative`` to ``node``, in order; None if there is no path.
 
-    A view op takes the storage from one argument; every other argument must be a number or a symbol, so that backward
-    can run it again. Views in several parts (``split``) count with their ``getitem``.
+    Exactly one argument of a view op holds the storage. Every other argument must be a number or a symbol, so that
+    backward can rerun the op. The path through a multi-output view (``split``) includes the ``getitem``.
     """
     views = _view_graph(storage, alias_sets)
     if node not in views or representative not in views or not nx.has_path(views, representative, node):
@@ -87,7 +88,7 @@ def view_path(node: fx.Node, representative: fx.Node, storage: Storage, alias_se
 
 
 def _view_graph(storage: Storage, alias_sets: AliasSets) -> nx.DiGraph[fx.Node]:
-    """Who views whom on one storage: an edge from a node to each node that can be rebuilt from it alone."""
+    """The views of one storage: an edge leads from a node to each node that can be rebuilt from it alone."""
     views: nx.DiGraph[fx.Node] = nx.DiGraph()
     for node in storage.holders:
         views.add_node(node)
@@ -99,7 +100,7 @@ def _view_graph(storage: Storage, alias_sets: AliasSets) -> nx.DiGraph[fx.Node]:
 
 
 def _find_representative(storage: Storage, saved_nodes: Sequence[fx.Node], alias_sets: AliasSets) -> fx.Node | None:
-    """The earliest node that covers the storage and from which all saved tensors can be rebuilt."""
+    """The earliest node that covers the storage and from which every saved tensor can be rebuilt."""
     for node in storage.members:
         paths = (view_path(saved, node, storage, alias_sets) for saved in saved_nodes)
         if _covers(node, storage) and all(path is not None for path in paths):
@@ -133,7 +134,7 @@ def _reason_of_role(
     if storage.is_input and storage.allocator not in activations:
         return "graph input: a parameter, a buffer or data that the caller holds"
     if storage.idx in outputs:
-        return "graph output: the caller holds it, offloading would free nothing"
+        return "graph output: the caller holds it, so offloading would free nothing"
     if storage.idx in gradients:
         return "returned as a gradient"
     if storage.idx in written:
@@ -160,7 +161,7 @@ def _reason_of_size(storage: Storage, min_tensor_bytes: int) -> str:
     if size_bytes == 0:
         return "empty"
     if size_bytes <= TOKEN_BYTES:
-        return f"{size_bytes} bytes: not larger than the token that would stand for it"
+        return f"{size_bytes} bytes: not larger than the token that would replace it"
     if size_bytes < min_tensor_bytes:
         return f"{size_bytes} bytes: below min_tensor_bytes={min_tensor_bytes}"
     return ""

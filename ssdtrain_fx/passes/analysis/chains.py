@@ -1,19 +1,19 @@
-"""Graphs that run in a chain: what a graph knows of the graphs before and after it, and what it should move.
+"""Graphs that run in a chain: what a graph knows about the graphs before and after it, and what it should move.
 
-Where each layer is compiled on its own (or a graph break cuts a model), a graph sees one layer only. Between its
-forward and its backward other graphs run, and what *all* of them have saved is in memory at once:
+If each layer is compiled separately (or a graph break splits a model), a graph sees only one layer. Other graphs run
+between its forward and its backward, and what *all* of them have saved is in memory at once:
 
     forward 1 -> forward 2 -> ... -> forward n,  backward n -> ... -> backward 2 -> backward 1
-    [======================== what graph 1 has saved waits for that long =====================]
+    [==================== the saved tensors of graph 1 are in memory this long ================]
 
-So the peak that one graph sees is not the peak of the model. What counts is what every graph leaves behind between its
-two halves, and with n alike graphs each byte of it counts n times. Time is different too: what has not been written
-when a forward ends is written while the next forward runs, and the reads of a backward begin while the backward before
-it runs. Only the rates count:
+So the peak that one graph sees is not the peak of the model. The model's peak depends on what every graph keeps in
+memory between its two halves. With n equal graphs, each byte of that counts n times. Timing differs too. Writes that
+have not finished when a forward ends continue while the next forward runs. The reads of a backward begin while the
+backward before it runs. So only the rates count:
 
     step of one graph = max(forward, its writes) + max(backward, its reads)
 
-Nothing of the other graphs is known at compile time. A graph takes them to be like itself, which is what they are where
+Nothing about the other graphs is known at compile time. A graph assumes that they are equal to itself, which is true if
 layers are compiled one by one.
 """
 
@@ -31,10 +31,11 @@ from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 
 
 def find_activation_inputs(example_inputs: Sequence[Any]) -> frozenset[int]:
-    """Which inputs of a graph are activations: results of a computation that goes on in backward.
+    """Indices of the inputs that are activations: results of a computation that backward continues through.
 
-    Such an input has a history (it is no leaf). Parameters, buffers and data of the user are leaves: somebody holds
-    them, so moving them would free nothing. So does, at times, the caller of an activation; nobody can tell beforehand.
+    An activation has an autograd history, so it is not a leaf. Parameters, buffers and user data are leaves: something
+    outside holds them, so moving them would free nothing. Sometimes the caller also holds an activation, which cannot
+    be known in advance.
     """
     return frozenset(
         number
@@ -48,15 +49,16 @@ def find_activation_inputs(example_inputs: Sequence[Any]) -> frozenset[int]:
 
 
 def find_activations(joint: ScheduledJointGraph) -> frozenset[fx.Node]:
-    """The inputs that may move: activations, if the graph is a link of a chain; none otherwise.
+    """The inputs that may move: activations if the graph is a link of a chain, otherwise none.
 
-    It is one if other graphs run before it, and between its forward and its backward. Before it, if an activation comes
-    in. Behind it, if more than a loss goes out: then backward begins with a gradient that is no scalar.
+    A graph is a link if other graphs run before it, and between its forward and its backward. Graphs run before it if
+    an input is an activation. Graphs run after it if it returns more than a loss, so that backward starts from a
+    gradient that is not a scalar.
     """
     tangents = [node.meta["val"] for node in joint.backward_inputs if _torch_private.is_tangent(node.meta.get("desc"))]
     if not any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in tangents):
         return frozenset()
-    # What AOTAutograd has merged or taken apart has no number.
+    # Inputs that AOTAutograd has merged or split have no number.
     return frozenset(
         node
         for node in joint.graph.find_nodes(op="placeholder")
@@ -65,7 +67,7 @@ def find_activations(joint: ScheduledJointGraph) -> frozenset[fx.Node]:
 
 
 def name_link(joint: ScheduledJointGraph) -> str:
-    """A name that only graphs alike have in common, the same in every process."""
+    """A name that only equal graphs share. It is the same in every process."""
     values = ((node.name, node.meta.get("val")) for node in joint.graph.nodes)
     lines = [f"{name} {tuple(value.shape) if isinstance(value, torch.Tensor) else value}" for name, value in values]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]

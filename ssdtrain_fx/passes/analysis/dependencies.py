@@ -1,13 +1,13 @@
-"""Who depends on whom: the nodes and the storages of a schedule as one networkx graph.
+"""The dependencies between the nodes and the storages of a schedule, as one networkx graph.
 
     a = mm(x, w)                mm ---makes---> mm.0
     b = view(a)                 mm.0 -views---> view
-    c = relu(b)                 mm.0 -reads---> relu      frees: the last one that needs it
+    c = relu(b)                 mm.0 -reads---> relu      frees: the last node that needs mm.0
                                 mm --feeds--> view --feeds--> relu --makes--> relu.0
 
-Edges lead from what must be there first, so whatever ``networkx.descendants`` tells of a storage is lost with it, and
-every topological order keeps to the data flow. In-place writes are no data flow: that a reader stands before the node
-that overwrites what it reads follows from positions only.
+An edge leads from the dependency to what depends on it. So ``networkx.descendants`` of a storage is everything that
+cannot be computed without it, and every topological order follows the data flow. In-place writes are not data flow:
+only positions show that a reader runs before the node that overwrites what it reads.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from ssdtrain_fx.passes.analysis.describe_schedule import Schedule
 
 
 def find_dependencies(schedule: Schedule) -> nx.DiGraph[str]:
-    """Nodes under their names and storages under theirs, which have a dot in them; edges with their ``relation``.
+    """Build the dependency graph of ``schedule``.
 
-    Of both, ``kind`` is ``node`` or ``storage``, ``position`` that of the node or of what makes the storage, and
-    ``phase`` is ``forward`` or ``backward``.
+    Its vertices are nodes and storages, by name. Names of storages contain a dot. Both have the attributes ``kind``
+    (``node`` or ``storage``), ``position`` (of the node, or of the node that makes the storage) and ``phase``
+    (``forward`` or ``backward``).
 
-    Nodes also carry ``seconds`` (until the next one starts, stalls included), ``start_s``, ``op``, ``module``,
-    ``source``, and ``storage``: what an inserted node moves or makes again, by its name in the plan.
+    Nodes also have ``seconds`` (until the next node starts, including stalls), ``start_s``, ``op``, ``module``,
+    ``source``, and ``storage``: the storage that an inserted node moves or recomputes, by its name in the plan.
 
-    Storages also carry ``size_bytes``, ``is_input`` (it belongs to the caller) and ``saved`` (it is there when backward
+    Storages also have ``size_bytes``, ``is_input`` (the caller owns it) and ``saved`` (it is in memory when backward
     begins, and backward reads it).
 
-    Relations are ``feeds`` between two nodes, ``makes`` from node to storage, ``views`` (the value lies in the storage)
-    and ``reads`` from storage to node. One edge of every storage has ``frees``: its node is the last that needs it.
+    Edges have a ``relation``: ``feeds`` between two nodes, ``makes`` from node to storage, and from storage to node
+    ``views`` (the node's value is on the storage) and ``reads``. One edge of every storage has ``frees``: its node is
+    the last one that needs the storage.
     """
     graph: nx.DiGraph[str] = nx.DiGraph()
     ends_s = itertools.chain((node.start_s for node in schedule.nodes[1:]), [schedule.step_s])

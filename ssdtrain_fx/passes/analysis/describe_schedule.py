@@ -1,9 +1,10 @@
-"""Say what runs when, and what is in memory then, as plain values that outlive the graph: for reports.
+"""Describe what runs when and what is in memory then, as plain values that outlive the graph. Used by reports.
 
-    before   the scheduled joint graph as the partitioner has it
-    after    the rewritten one, with what is made again and the nodes of the offloads: what the compiler gets
+    before   the scheduled joint graph that the partitioner returned
+    after    the rewritten graph that the compiler receives, with recomputed nodes and the offload ops
 
-Live spans follow the plan, not the new graph: what Inductor fuses never reaches memory, and is in neither.
+Live spans follow the plan, not the rewritten graph. Values that Inductor fuses never reach memory, so neither schedule
+has spans for them.
 """
 
 from __future__ import annotations
@@ -34,30 +35,31 @@ class ScheduledNode:
     name: str
     op: str
     inputs: tuple[str, ...]
-    """The nodes that it reads."""
+    """The names of the nodes that it reads."""
     module: str
-    """Path of the module whose forward made it, or that it is the backward of; empty when nobody knows."""
+    """Path of the module whose forward or backward it belongs to; empty if unknown."""
     source: str
-    """Line of user code behind it, or an empty string."""
+    """The line of user code that it comes from, or an empty string."""
     start_s: float
     """When it starts, from the beginning of the step."""
     storage: str
-    """The saved storage that this node was inserted for: one of four that move it, or one that makes it again."""
+    """The saved storage that this node was inserted for, either to move it (one of the four ops) or to recompute it.
+    Empty for other nodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledStorage:
-    """Memory that values of this graph lie in, whether or not a compiler gives it any."""
+    """A storage of values of this graph, even if the compiled code never allocates it."""
 
     name: str
-    """The node that makes it and a number, since a node may make several: ``addmm_3.0``."""
+    """The node that makes it and a number, because a node may make several: ``addmm_3.0``."""
     size_bytes: int
-    """0 where it depends on data."""
+    """0 if it depends on data."""
     holders: tuple[str, ...]
-    """The nodes whose value lies in it, in order. The first one makes it; it is a placeholder for what is passed in,
-    and for what comes back the reload, which allocates, though its value is only the ticket."""
+    """The nodes whose value is on it, in order. The first one makes it: for an input, the placeholder; for a reloaded
+    storage, the reload, which allocates it although its value is only the ticket."""
     saved: bool
-    """Backward reads it, and it is there when backward begins."""
+    """True if it is in memory when backward begins, and backward reads it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,16 +78,16 @@ class Schedule:
 
     nodes: tuple[ScheduledNode, ...]
     marker: int
-    """Position where forward is over."""
+    """Position where forward ends."""
     step_s: float
     storages: tuple[ScheduledStorage, ...]
-    """By the alias sets of this very graph: what leaves and what comes back are two."""
+    """From the alias sets of this graph: an offloaded storage and the reloaded one are two."""
     live: tuple[LiveSpan, ...]
-    """What the graph itself allocates. A storage that leaves and comes back has two spans."""
+    """The storages that the graph allocates. A storage that is offloaded and reloaded has two spans."""
 
     @property
     def live_bytes(self) -> tuple[int, ...]:
-        """At every position."""
+        """The live bytes at every position."""
         change = [0] * (len(self.nodes) + 1)
         for span in self.live:
             change[span.start] += span.size_bytes
@@ -95,19 +97,19 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Activity:
-    """What goes on beside the nodes: a transfer on a channel, or what the compute stream spends on one."""
+    """An activity besides the nodes' own work: a transfer on a channel, or the compute stream's time for a storage."""
 
     storage: str
     kind: Literal["write", "read", "staging", "copy_out", "copy_in", "copy", "stall", "recompute"]
-    """``staging``: a reload of what never reached the SSD. ``copy_out`` and ``copy_in``: to the host tier and back. The
-    last three take time of the compute stream."""
+    """``staging``: a reload of a storage that never reached the SSD. ``copy_out`` and ``copy_in``: to the host tier and
+    back. The last three occupy the compute stream."""
     begin_s: float
     end_s: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timeline:
-    """A step before and after rewriting, by the planner's prediction."""
+    """The predicted schedule of a step before and after rewriting."""
 
     before: Schedule
     after: Schedule
@@ -116,7 +118,7 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Span:
-    """A live span by its nodes, since positions change: from the first, up to and with the last."""
+    """A live span by its first and last node, both included. Nodes stay the same when positions change."""
 
     storage: str
     size_bytes: int
@@ -125,14 +127,14 @@ class _Span:
 
 
 class ScheduleDescriber:
-    """Takes down what is known about the graphs before offloads are inserted, and describes them after."""
+    """Records the graphs before offloads are inserted, and describes them afterwards."""
 
     def __init__(self, before: Analysis, planned: Analysis, problem: TransferProblem, plan: Plan) -> None:
         """
         Args:
-            before: the graph as it came.
-            planned: the same one, or a copy with the recomputations of the plan.
-            problem: posed for ``planned``.
+            before: the graph before any rewrite.
+            planned: the same graph, or a copy with the plan's recomputations.
+            problem: the transfer problem of ``planned``.
         """
         self._problem = problem
         self._placements = {
@@ -146,7 +148,7 @@ class ScheduleDescriber:
         self._spans = _find_spans(planned, self._names)
 
     def timeline(self) -> Timeline:
-        """Before and after. The planned graph may be rewritten now, or have been left as it was."""
+        """The schedules before and after. The planned graph may have been rewritten in place since."""
         placements = {idx: self._placements[name] for idx, name in self._names.items() if name in self._placements}
         simulation = simulate(self._problem, placements, record=True)
         inserted = _find_inserted(self._joint.graph)
@@ -187,7 +189,7 @@ class ScheduleDescriber:
 
 
 def describe_analysis(analysis: Analysis) -> Schedule:
-    """The graph as it is, with nothing moved and nothing waited for."""
+    """The schedule of the graph without transfers and waits."""
     started = itertools.accumulate(analysis.node_s, initial=0.0)
     start_s = dict(zip(analysis.joint.graph.nodes, started, strict=False))
     return _describe(
@@ -222,7 +224,7 @@ def _describe(
             _, made = node.meta[COPY_OF]
             storage = name_of_first[made]
         nodes.append(_describe_node(node, now, storage))
-    # A view that only backward read is rebuilt there, and no longer stands at the end of forward.
+    # A view that only backward reads is rebuilt there, so it is no longer in forward.
     last_before: dict[fx.Node, int] = {}
     last = 0
     for node in planned_nodes:
@@ -268,17 +270,17 @@ def _describe_storages(joint: ScheduledJointGraph, alias_sets: AliasSets) -> Ite
 
 
 def _name_firsts(analysis: Analysis) -> dict[str, str]:
-    """The names of all storages by their first nodes, which a copy of the graph has too."""
+    """The names of all storages by the name of their first node, which is the same in a copy of the graph."""
     names = _name_storages(analysis)
     return {_first(storage).name: names[storage.idx] for storage in analysis.alias_sets.storages}
 
 
 def _name_storages(analysis: Analysis, known: Mapping[str, str] | None = None) -> dict[int, str]:
-    """By index: a saved storage has the name that it has in the plan, any other one that of its first node.
+    """The names of all storages by index: as in the plan for a saved storage, else the name of the first node.
 
     Args:
-        known: names before recomputations were inserted, by first node. What is made again is the same storage, and
-            what is no longer saved keeps its name.
+        known: names before recomputations were inserted, by first node. A recomputed storage has the name of its
+            original, and a storage that is no longer saved keeps its name.
     """
     known = {} if known is None else known
     names: dict[int, str] = {}
@@ -293,7 +295,7 @@ def _name_storages(analysis: Analysis, known: Mapping[str, str] | None = None) -
 
 
 def _first(storage: Storage) -> fx.Node:
-    """Tells apart what a multi-output op allocates; what it allocates and nobody reads has only the op itself."""
+    """The first member, which differs between the outputs of a multi-output op; the op itself if there is no member."""
     return storage.members[0] if storage.members else storage.allocator
 
 
@@ -306,7 +308,7 @@ def _find_spans(analysis: Analysis, names: Mapping[int, str]) -> list[_Span]:
 
 
 def _find_inserted(graph: fx.Graph) -> dict[tuple[str, str], fx.Node]:
-    """Our nodes, by the storage that they move and the name of the op: each reads the one before it."""
+    """The inserted ops by (name of the storage's node, name of the op). Each op reads the one before it."""
     storages: dict[fx.Node, str] = {}
     found: dict[tuple[str, str], fx.Node] = {}
     for node in graph.nodes:

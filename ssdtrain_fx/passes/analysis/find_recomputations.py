@@ -1,22 +1,29 @@
-"""Which saved storages backward could make again itself, from what, and for every other one the reason why not.
+"""Which saved storages backward could recompute, from what, and why it cannot recompute the others.
 
     forward    h = mm(x, w)              # saved for backward
-               a = h * h                 # saved too: backward could multiply again
+               a = h * h                 # also saved: backward could recompute it from h
 
-A node may run again only where it gives the same bits in another place of another graph.
+A node may be recomputed only if it gives the same bits at another position in another graph.
 
-``inner="aot_eager"``: every functional op that draws no random numbers does. The same kernel gets the same arguments.
+``inner="aot_eager"``: every functional op that draws no random numbers does, because the same kernel gets the same
+arguments.
 
-``inner="inductor"``: the op is compiled again, fused with other neighbours, as a vector or as a scalar. Then only what
-IEEE 754 rounds exactly, or does not round at all, is the same everywhere: moves and selections, comparisons,
-``+ - * /`` and square roots. That leaves out ``exp``, ``tanh``, ``erf`` (other code for vectors than for scalars),
-``maximum`` and ``clamp`` (the sign of a zero), reductions (other order of additions) and matrix products (a sum that
-follows may become a part of them, other layouts of arguments, other kernels). Two traps remain:
+``inner="inductor"``: the op is compiled again, fused with other neighbours, as vector or as scalar code. Then only
+results that IEEE 754 rounds exactly, or does not round at all, are the same everywhere: moves and selections,
+comparisons, ``+ - * /`` and square roots. This rules out:
 
-- float16 and bfloat16 values are only rounded when they are stored, and what is stored depends on fusion. So only ops
+- ``exp``, ``tanh``, ``erf``: vector and scalar code differ.
+- ``maximum`` and ``clamp``: the sign of a zero may differ.
+- Reductions: the order of additions may differ.
+- Matrix products: a sum that follows may be merged into them, arguments may have other layouts, and other kernels may
+  be chosen.
+
+Two more cases are unsafe:
+
+- float16 and bfloat16 values are rounded only when they are stored, and fusion decides what is stored. So only ops
   that commute with rounding are safe there: moves, ``relu``, ``neg``, ``abs``.
-- On a GPU, ``a * b + c`` in one kernel is rounded once. So no product and no sum of one is safe there; nor are division
-  and square root, which Triton approximates.
+- On a GPU, ``a * b + c`` in one kernel is rounded once. So neither products nor sums of products are safe there.
+  Division and square root are not safe either, because Triton approximates them.
 """
 
 from __future__ import annotations
@@ -34,9 +41,9 @@ from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_written_storages
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, is_symbol
 
 MAX_OPS = 8
-"""Longest chain, views not counted. A guess: longer ones cost more than they save, and hold their intermediates."""
+"""Longest chain of ops, not counting views. A guess: longer ones cost more than they save, and hold intermediates."""
 SMALL_PARAMETER = 8
-"""An input is small when it has at most one byte for so many of the storage that is made with it."""
+"""An input is small if the storage that is recomputed from it is at least this many times as large."""
 
 _COMMUTES_WITH_ROUNDING = frozenset(
     f"aten.{name}"
@@ -58,7 +65,7 @@ _COMMUTES_WITH_ROUNDING = frozenset(
         "where",
     )
 )
-"""Moves and selections: to round a value first or last is the same."""
+"""Moves and selections: rounding before or after gives the same result."""
 
 _EXACT = frozenset(
     f"aten.{name}"
@@ -93,12 +100,12 @@ _EXACT = frozenset(
         "zeros_like",
     )
 ) | {"prims.iota"}
-"""No rounding, but a tiny value may have become zero where it was stored, and a constant is rounded when stored."""
+"""No rounding, but a tiny value may become zero when it is stored, and a constant is rounded when it is stored."""
 
 _SUMS = frozenset({"aten.add", "aten.sub", "aten.rsub"})
 _CASTS = frozenset({"aten._to_copy", "prims.convert_element_type"})
 _ROUNDED_ONCE = _SUMS | _CASTS | {"aten.mul", "aten.div", "aten.reciprocal", "aten.sqrt"}
-"""IEEE 754 says what the result is, to the bit."""
+"""IEEE 754 defines every bit of the result."""
 
 _UNORDERED = frozenset(
     f"aten.{name}"
@@ -123,16 +130,16 @@ _UNINITIALISED = frozenset(
 _RANDOM = ("prims.inductor_seed", "prims.inductor_lookup_seed", "prims.inductor_rand", "rngprims.")
 _CONVOLUTIONS = frozenset({"aten.convolution", "aten.convolution_backward"})
 _KERNELS_OF_THEIR_OWN = _CONVOLUTIONS | {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
-"""Never fused: their results are stored, hence rounded, before anything reads them."""
+"""Never fused: their results are stored, and so rounded, before they are read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recomputation:
-    """How backward makes one saved storage again."""
+    """How backward recomputes one saved storage."""
 
     storage_idx: int
     nodes: tuple[fx.Node, ...]
-    """What runs again, in graph order: the op that makes the storage, what leads to it, and the saved views of it."""
+    """The nodes to run again, in graph order: the op that makes the storage, the ops before it, and its saved views."""
     sources: tuple[int, ...]
     """Saved storages that ``nodes`` read, in order. All of them are made before this storage, so chains of
     recomputations have no cycles. Graph inputs do not count."""
@@ -140,14 +147,14 @@ class Recomputation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoRecomputation:
-    """A saved storage that backward cannot make again."""
+    """A saved storage that backward cannot recompute."""
 
     storage_idx: int
     reason: str
 
 
 class _CannotRunAgainError(Exception):
-    """Its message is the reason."""
+    """Raised when a node must not run again. The message is the reason."""
 
 
 def find_recomputations(
@@ -158,7 +165,7 @@ def find_recomputations(
     fused: bool,
     max_ops: int = MAX_OPS,
 ) -> Mapping[int, Recomputation]:
-    """What backward could make again, by index of the storage. See :func:`judge_recomputations` for the reasons."""
+    """Every storage that backward could recompute, by index. :func:`judge_recomputations` also gives the reasons."""
     judged = judge_recomputations(joint, alias_sets, candidates, fused=fused, max_ops=max_ops)
     return {idx: verdict for idx, verdict in judged.items() if isinstance(verdict, Recomputation)}
 
@@ -171,12 +178,12 @@ def judge_recomputations(
     fused: bool,
     max_ops: int = MAX_OPS,
 ) -> Mapping[int, Recomputation | NoRecomputation]:
-    """A verdict for every candidate that may leave memory. Those that must stay are in memory anyway.
+    """A verdict for every candidate that may leave memory. Candidates that must stay need no recomputation.
 
     Args:
-        candidates: of the same graph. Each recomputation on its own supposes that all others are kept or come back.
+        candidates: of the same graph. Each recomputation assumes that all other candidates are kept or reloaded.
         fused: Inductor compiles the graph, and what runs again is fused with other neighbours.
-        max_ops: the longest chain, views not counted.
+        max_ops: the longest chain of ops, not counting views.
     """
     finder = _Finder(joint, alias_sets, candidates, compiled=fused, max_ops=max_ops)
     verdicts: dict[int, Recomputation | NoRecomputation] = {}
@@ -192,7 +199,7 @@ def judge_recomputations(
 
 
 class _Finder:
-    """Walks from what is saved back to what is saved."""
+    """Walks back from a saved storage to the saved values that it can be recomputed from."""
 
     def __init__(
         self,
@@ -220,7 +227,7 @@ class _Finder:
         idx = candidate.storage.idx
         nodes: set[fx.Node] = set()
         sources: set[int] = set()
-        # The first tensor as well: other recomputations may read it.
+        # Include the first tensor: other recomputations may read it.
         pending = [candidate.storage.members[0], *candidate.saved_nodes]
         while pending:
             node = pending.pop()
@@ -234,8 +241,8 @@ class _Finder:
                 else:
                     pending.append(source)
             if sum(not self._is_view(node) for node in nodes) > self.max_ops:
-                raise _CannotRunAgainError(f"more than {self.max_ops} ops away from anything else that is saved")
-        # Views of a source are taken again; only the storages that nobody makes here are sources.
+                raise _CannotRunAgainError(f"needs more than {self.max_ops} ops from other saved values")
+        # Views of a source are replayed. Only storages that these nodes do not make are sources.
         made = {at for node in nodes if not self._is_view(node) for at in self.alias_sets.by_node[node]}
         sources = {at for at in sources - made if not self.alias_sets.storages[at].is_input}
         return Recomputation(
@@ -245,7 +252,7 @@ class _Finder:
         )
 
     def _is_at_hand(self, node: fx.Node, idx: int) -> bool:
-        """Can backward read ``node`` while it makes storage ``idx`` again? Raises when it could, but must not."""
+        """Can backward read ``node`` while it recomputes storage ``idx``? Raises if it could, but must not."""
         if node.op == "get_attr" or is_symbol(node):
             return True
         held = self.alias_sets.by_node[node]
@@ -259,14 +266,14 @@ class _Finder:
             return True
         if node in self.saved_nodes:
             return True
-        # Where only other views of a storage are saved, its first tensor is read; views are taken again from there.
+        # If only other views of a storage are saved, the first tensor is read, and views are replayed from it.
         return all(at in self.saved and self.alias_sets.storages[at].members[0] is node for at in held)
 
     def _is_small_parameter(self, node: fx.Node, idx: int) -> bool:
-        """May backward hold this input for storage ``idx``, though it did not before?
+        """May backward hold this input to recompute storage ``idx``, although it did not hold it before?
 
-        Data must not be held: the caller may write the next batch over it before backward. Nor must what another graph
-        made, which would take as much memory. A bias or the weight of a norm has a gradient, and is small.
+        It must not hold data: the caller may overwrite it with the next batch before backward. Nor may it hold the
+        result of another graph, which would take as much memory. A bias or a norm's weight has a gradient and is small.
         """
         if node not in self.differentiated:
             return False
@@ -284,12 +291,12 @@ class _Finder:
         if not reason and not self._is_view(node) and self.compiled:
             reason = _reason_against_compiled_op(node)
             if not reason and self.may_change_layouts and node.meta["val"].dim() in (4, 5):
-                reason = "Inductor may choose another layout for it in graphs with convolutions"
+                reason = "Inductor may choose another layout for it, because the graph has convolutions"
         if reason:
             raise _CannotRunAgainError(f"{node.name} ({_name(node)}): {reason}")
 
     def _is_view(self, node: fx.Node) -> bool:
-        """Does the node make no storage of its own?"""
+        """Does the node allocate no storage?"""
         if node.op != "call_function":
             return False
         held = {at for source in node.all_input_nodes for at in self.alias_sets.by_node[source]}
@@ -297,11 +304,11 @@ class _Finder:
 
 
 def _reason_against_op(node: fx.Node) -> str:
-    """Why the node must not run twice under any compiler; empty when it may."""
+    """Why the node must not run twice with any compiler; empty if it may."""
     if node.target is operator.getitem:
         return ""
     if not isinstance(node.target, _torch_private.OpOverload):
-        return "not an operator that is known"
+        return "not a torch operator"
     name, tags = _name(node), node.target.tags
     if torch.Tag.nondeterministic_seeded in tags or name.startswith(_RANDOM):
         return "draws random numbers"
@@ -310,21 +317,21 @@ def _reason_against_op(node: fx.Node) -> str:
     if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
         return "its size depends on data"
     if name in _UNINITIALISED:
-        return "uninitialised memory"
+        return "returns uninitialised memory"
     if name in _UNORDERED:
-        return "adds in an order that may change from run to run"
+        return "the order of its additions may change from run to run"
     if node.target.namespace not in ("aten", "prims"):
-        return "an operator from outside torch, which may keep a state"
+        return "an operator outside aten and prims, which may have state"
     return ""
 
 
 def _reason_against_compiled_op(node: fx.Node) -> str:
-    """Why Inductor may give the node other bits in another place; empty when it cannot."""
+    """Why Inductor may compute other bits for the node at another position; empty if it cannot."""
     name = _name(node)
     if not isinstance(node.meta["val"], torch.Tensor):
-        return "makes several tensors at once"
+        return "returns several tensors"
     if name not in _COMMUTES_WITH_ROUNDING and name not in _EXACT and name not in _ROUNDED_ONCE:
-        return "what it is fused with may change its last bits"
+        return "fusion may change its last bits"
     tensors = [
         leaf
         for value in (node, *node.all_input_nodes)
@@ -332,25 +339,25 @@ def _reason_against_compiled_op(node: fx.Node) -> str:
         if isinstance(leaf, torch.Tensor)
     ]
     if any(tensor.is_complex() for tensor in tensors):
-        return "complex numbers are made of several operations"
+        return "complex arithmetic takes several operations"
     low = any(tensor.is_floating_point() and tensor.element_size() < 4 for tensor in tensors)
     if low and name not in _COMMUTES_WITH_ROUNDING:
-        return "a value of low precision is rounded or not, depending on fusion"
+        return "fusion decides whether a low-precision value is rounded"
     if name == "aten.div" and node.kwargs.get("rounding_mode") is not None:
-        return "made of several operations"
+        return "division with a rounding mode takes several operations"
     if name in _ROUNDED_ONCE and any(tensor.is_floating_point() for tensor in tensors):
         if _contracts_products(tensors) and name not in _SUMS and name not in _CASTS:
-            return "rounded together with a sum that follows, or not exactly"
+            return "it may be rounded together with a following sum, or be inexact"
         if _contracts_products(tensors) and (node.kwargs or any(map(_may_be_product, node.all_input_nodes))):
             return "the sum of a product may be rounded once"
     return ""
 
 
 def _contracts_products(tensors: Sequence[torch.Tensor]) -> bool:
-    """Are ``a * b + c`` rounded once, if they happen to be in one kernel?"""
+    """Is ``a * b + c`` rounded only once if one kernel computes it?"""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return True
-    # Only here: importing Inductor takes a second, and whoever compiles with it has done so.
+    # A local import: importing Inductor takes a second, and a process that compiles with it has already imported it.
     from ssdtrain_fx._torch_private import inductor
 
     cpp = inductor.current_setting("cpp")
@@ -358,7 +365,7 @@ def _contracts_products(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _may_be_product(node: fx.Node) -> bool:
-    """Could the value come out of a multiplication in the same kernel?"""
+    """Could the value be the result of a multiplication in the same kernel?"""
     if node.op != "call_function" or _name(node) in _KERNELS_OF_THEIR_OWN or _name(node) in _SUMS:
         return False
     if _name(node) in _COMMUTES_WITH_ROUNDING or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
@@ -367,7 +374,7 @@ def _may_be_product(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    """``aten.add`` for all overloads of it."""
+    """The name without the overload: ``aten.add`` for all overloads of it."""
     if isinstance(node.target, _torch_private.OpOverload):
         return node.target._schema.name.replace("::", ".")
     return str(getattr(node.target, "__name__", node.target))

@@ -1,13 +1,13 @@
-"""What fusion does to live intervals: some storages never reach memory, and some take over the memory of another one.
+"""How fusion changes live intervals: some storages never reach memory, and some reuse the memory of another one.
 
     0  a = mm(x, w)         8 MiB    a [0, 2)
     1  b = mul(a, 2)        8 MiB    b: lives inside one kernel, no interval
     2  c = tanh(b)          8 MiB    c [1, ...): the kernel reads a for the last time and writes c in its place
     3  return c                      peak 8 MiB instead of 24
 
-Inductor writes a result in place of an argument of the same size that dies with the kernel. What a later kernel reads
-once more lives on until that one. The groups are those of ``fused_kernels``, so they are Inductor's only roughly; where
-it fuses less, it needs more memory than is counted here.
+Inductor writes a result in place of an argument of the same size that the kernel reads for the last time. A storage
+that a later kernel reads again lives until that kernel. The groups come from ``fused_kernels``, so they match
+Inductor's only approximately. Where Inductor fuses less, it needs more memory than is counted here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ssdtrain_fx.passes.graph.alias_sets import AliasSets
 def fuse_intervals(
     intervals: Mapping[int, LiveInterval], kernels: tuple[FusedKernel, ...], alias_sets: AliasSets
 ) -> dict[int, LiveInterval]:
-    """The intervals of storages that do reach memory, by storage.
+    """The intervals of the storages that reach memory, by storage.
 
-    Those that are overwritten in place end sooner, and those that are read once more end later.
+    Intervals of storages that are overwritten in place end earlier. Those of storages that are read again end later.
 
     Args:
-        intervals: of a graph whose nodes run one by one.
-        kernels: as ``find_fused_kernels`` found them in the same graph.
+        intervals: of the graph if its nodes run one by one.
+        kernels: what ``find_fused_kernels`` returned for the same graph.
     """
     fused = dict(intervals)
     for kernel in kernels:

@@ -1,32 +1,32 @@
-"""Which nodes Inductor runs as one kernel, roughly.
+"""Which nodes Inductor runs as one kernel, approximately.
 
-Matrix products, convolutions and attention are kernels of their own. Pointwise ops and reductions are not: Inductor
-fuses them, so that a chain of ten reads and writes memory once. They are grouped as it does:
+Matrix products, convolutions and attention are separate kernels. Inductor fuses pointwise ops and reductions, so a
+chain of ten reads and writes memory once. This module groups them in the same way:
 
-    0  a = mm(x, w)         own kernel
+    0  a = mm(x, w)         separate kernel
     1  b = mul(a, 2)        \\
     2  c = tanh(b)           | one group: reads a and d, writes c and e; b never reaches memory. Costs are on node 3.
     3  e = add(c, d)        /
-    4  f = mm(e, v)         own kernel
+    4  f = mm(e, v)         separate kernel
     5  return c, f
 
-Two nodes may share a group when
+Two nodes may share a group if all of these hold:
 
-* both are forward, or both are backward;
-* the longest chain of own kernels in front of them is the same: then no kernel can stand between them. A pointwise op
-  is made where it is first needed (Inductor inlines it there), so it counts the chain in front of its first reader;
-* they iterate over the same elements, or one over leading dimensions of the other, as the statistics of a row do;
-* one reads the other, or both read the same storage.
+* Both are in forward, or both are in backward.
+* The longest chain of separate kernels before them has the same length, so no kernel runs between them. Inductor
+  inlines a pointwise op where it is first needed, so the chain before its first reader counts.
+* They iterate over the same elements, or one iterates over leading dimensions of the other, as row statistics do.
+* One reads the other, or both read the same storage.
 
-A reduction over leading dimensions (the gradient of a bias) walks memory in another order and is a pass of its own.
+A reduction over leading dimensions (the gradient of a bias) reads memory in a different order and is a separate pass.
 
-Inductor stores a pointwise result when it comes to an op that needs it stored, or where it is marked (``store_sums``).
-A reduction that comes before that computes the result once more, from what it is made of:
+Inductor stores a pointwise result when it reaches an op that needs the result in memory, or where the node is marked
+(``store_sums``). A reduction that runs earlier recomputes that value from its inputs:
 
-    0  p = mm(x, w)         own kernel
+    0  p = mm(x, w)         separate kernel
     1  s = mul(p, 2)        stored for 3
-    2  b = sum(s, [0])      a pass of its own: reads p again, not s
-    3  d = mm(view(s), v)   own kernel
+    2  b = sum(s, [0])      separate pass: reads p again, not s
+    3  d = mm(view(s), v)   separate kernel
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from ssdtrain_fx.passes.graph.op_kinds import FUSIBLE, Kind
 from ssdtrain_fx.passes.graph.tensor_sizes import Shape
 
 STORED = "ssdtrain_stored"
-"""In the metadata of a pointwise op whose result Inductor has to store where it stands."""
+"""Key in ``node.meta`` of a pointwise op whose result Inductor has to store as soon as it is computed."""
 
 
 class NodeFacts:
-    """What the costs of all nodes of one graph depend on: found once, for its kernels and for its seconds."""
+    """The cost facts of all nodes of one graph, found once and used for both kernels and seconds."""
 
     def __init__(self, joint: ScheduledJointGraph, alias_sets: AliasSets) -> None:
         self._facts = [NodeFact.of(node, alias_sets) for node in joint.graph.nodes]
@@ -60,12 +60,12 @@ class NodeFacts:
 
     @functools.cached_property
     def groups(self) -> Sequence[int]:
-        """The fused group of every position, named by one of its members."""
+        """The fused group of every position, identified by the position of one member."""
         return _fuse(self._facts, self._position_of, self.users)
 
     @functools.cached_property
     def users(self) -> Sequence[Sequence[int]]:
-        """Who reads the value of every position, views and ``getitem`` looked through; the last one is the output."""
+        """The positions that read each position's value, seen through views and ``getitem``. The last is the output."""
         return _users(self._facts, self._position_of)
 
     @functools.cached_property
@@ -75,27 +75,27 @@ class NodeFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """A group of pointwise ops and reductions, as one kernel. Storages by index."""
+    """A group of pointwise ops and reductions that runs as one kernel. Storages are given by index."""
 
     last: int
     """Position of the last member."""
     reads: tuple[int, ...]
-    """Made by others."""
+    """Made outside the group."""
     writes: tuple[int, ...]
-    """Made here, and needed by others."""
+    """Made in the group and needed outside it."""
     inlined: tuple[int, ...]
-    """Made here for members alone: they never reach memory."""
+    """Made in the group and read only by its members, so they never reach memory."""
     reads_again: tuple[int, ...] = ()
-    """What members compute arguments from that are stored too late for them."""
+    """Inputs from which members recompute arguments that are stored too late for them."""
 
 
 def find_fused_kernels(
     joint: ScheduledJointGraph, alias_sets: AliasSets, *, found: NodeFacts | None = None
 ) -> tuple[FusedKernel, ...]:
-    """The groups behind :func:`estimate_node_seconds`, in the order of their last members.
+    """The groups that :func:`estimate_node_seconds` prices, in the order of their last members.
 
     Args:
-        found: facts of this graph, where somebody has found them already.
+        found: facts of this graph, if they are already known.
     """
     found = NodeFacts(joint, alias_sets) if found is None else found
     facts, groups = found.facts, found.groups
@@ -134,7 +134,7 @@ def find_fused_kernels(
 
 
 def _fuse(facts: Sequence[NodeFact], position_of: Mapping[fx.Node, int], users: Sequence[Sequence[int]]) -> list[int]:
-    """The group of every position, named by one of its members."""
+    """The group of every position, identified by the position of one member."""
     levels = _levels(facts, position_of, users)
     by_columns = _feeds_only_columns(facts, users)
     parent = list(range(len(facts)))
@@ -146,7 +146,7 @@ def _fuse(facts: Sequence[NodeFact], position_of: Mapping[fx.Node, int], users: 
             member = parent[member]
         return member
 
-    # A storage is written by its allocator and by ops that mutate it; the last one before a reader made what is read.
+    # A storage is written by its allocator and by ops that mutate it. A reader sees the last write before it.
     maker: dict[int, int] = {}
     readers: dict[tuple[int, int, bool], int] = {}
     for position, fact in enumerate(facts):
@@ -182,7 +182,7 @@ def _users(facts: Sequence[NodeFact], position_of: Mapping[fx.Node, int]) -> lis
 
 
 def _levels(facts: Sequence[NodeFact], position_of: Mapping[fx.Node, int], users: Sequence[Sequence[int]]) -> list[int]:
-    """For every position the number of own kernels in a row in front of it; backward starts above all of forward."""
+    """The longest chain of separate kernels before each position; backward starts above all of forward."""
     levels = [0] * len(facts)
     floor, highest, marker = 0, 0, len(facts)
     for position, fact in enumerate(facts):
@@ -205,7 +205,7 @@ def _levels(facts: Sequence[NodeFact], position_of: Mapping[fx.Node, int], users
 
 
 def _feeds_only_columns(facts: Sequence[NodeFact], users: Sequence[Sequence[int]]) -> list[bool]:
-    """Is this a reduction over columns, or a pointwise op that is inlined into such reductions only?"""
+    """For every position: is it a reduction over columns, or a pointwise op that is only inlined into those?"""
     found = [fact.kind is Kind.COLUMNS for fact in facts]
     for position in range(len(facts) - 1, -1, -1):
         if facts[position].kind is Kind.POINTWISE and users[position]:
@@ -215,20 +215,21 @@ def _feeds_only_columns(facts: Sequence[NodeFact], users: Sequence[Sequence[int]
 
 
 def _read_again(facts: Sequence[NodeFact], users: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """By position of a reduction over columns, the storages that it computes its argument from once more.
+    """By position of a reduction over columns: the storages from which it recomputes its argument.
 
-    That is where an own kernel has the argument stored, but all such kernels stand behind the reduction. One that reads
-    the argument itself, rather than a view, has it stored as soon as it is made: Inductor looks at direct readers then.
+    This happens if only separate kernels after the reduction need the argument in memory. A kernel that reads the
+    argument directly, not through a view, is an exception: Inductor checks direct readers when it computes the
+    argument, and stores it at once.
     """
     kernels = [[at for at in readers if facts[at].kind is Kind.KERNEL] for readers in users]
     maker: dict[int, int] = {}
     made_of: dict[int, list[tuple[int, int | None]]] = {}
-    """By position of a pointwise op: the storages that it reads, and who made them."""
+    """By position of a pointwise op: the storages that it reads, and the position that made each."""
     again: dict[int, list[int]] = {}
     marker = 0
 
     def is_stored(made_at: int | None, position: int) -> bool:
-        """Is it, when Inductor comes to ``position``?"""
+        """Is the result of ``made_at`` in memory when Inductor reaches ``position``?"""
         if made_at is None or made_at < marker or facts[made_at].kind is not Kind.POINTWISE:
             return True
         if STORED in facts[made_at].node.meta:
@@ -265,7 +266,7 @@ def _read_again(facts: Sequence[NodeFact], users: Sequence[Sequence[int]]) -> di
 
 
 def _same_space(one: Shape, other: Shape) -> bool:
-    """Does one iteration run over all elements, or over leading dimensions, of the other?"""
+    """Does the smaller shape have as many elements as the larger one, or as its leading dimensions?"""
     small, large = sorted((one, other), key=math.prod)
     count, product = math.prod(small), 1
     for size in large:

@@ -1,15 +1,15 @@
-"""When is each storage live, and how many bytes are live at each position of a graph?
+"""Live intervals of storages, and the bytes that are live at each position of a graph.
 
-An interval is half-open, ``[start, end)``: the storage exists while the nodes at positions start..end-1 run. A node's
-result and its arguments are live together while it runs; an argument that is read for the last time at position p ends
-at p + 1. Graph outputs are held by the caller and live to the end. Inputs belong to the caller and are not counted.
+An interval is half-open, ``[start, end)``: the storage exists while the nodes at positions start..end-1 run. While a
+node runs, its result and its arguments are live together. The interval of an argument that is last read at position p
+ends at p + 1. The caller holds graph outputs, so they live to the end. The caller owns inputs, so they do not count.
 
     0  a = mm(x, w)     8 MiB    a [0, 3)      bytes: 8
     1  b = relu(a)      8 MiB    b [1, 4)             16
     2  c = add(a, b)    8 MiB    c [2, 4)             24   <- peak
     3  return (b, c)                                  16
 
-The memory of a reloaded storage is allocated by its reload, though it has a name only from its wait on.
+A reloaded storage is live from its reload, which allocates the memory, although only the wait returns the tensor.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def find_live_intervals(
     """The live interval of every storage that the graph allocates, by storage index.
 
     Args:
-        activations: placeholders that count as well, as long as the graph needs them.
+        activations: placeholders that count as well, until the graph reads them for the last time.
 
-    Storages whose size depends on data are left out: nobody knows their bytes before they exist.
+    Storages whose size depends on data are left out, because their size is not known before they exist.
     """
     positions = {node: position for position, node in enumerate(graph.nodes)}
     start: dict[int, int] = {}

@@ -1,13 +1,14 @@
-"""Which nodes are worth a measurement, as calls that anybody can repeat: an op, and layouts in the place of tensors.
+"""Which nodes to measure, as calls that can be repeated: an op, with layouts in place of tensors.
 
-Under Inductor these are the kernels that it takes from a library and fuses with nothing: matrix products, convolutions,
-attention, sorting. Fused groups run as code that does not exist yet, so they stay on the roofline of ``node_costs``; so
-does what adds at indices, for which Inductor writes kernels of its own. Node by node (``aot_eager``) it is every node.
+With Inductor, these are the library kernels that it does not fuse: matrix products, convolutions, attention, sorting.
+Fused groups run as code that does not exist yet, so ``node_costs`` estimates them by roofline. Ops that add at indices
+are estimated too, because Inductor generates their kernels. With ``aot_eager``, which runs node by node, every node is
+measured.
 
     h = mm(x, w)    aten.mm.default [float32[8, 4] strides [4, 1] on cpu, float32[4, 4] strides [1, 4] on cpu] {}
     i = mm(h, w)    the same key: measured once
 
-Who runs the calls is somebody else's business: this module reads the graph.
+This module only reads the graph. It does not run the calls.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.graph.node_facts import find_own_kernels
 
 _NAMESPACES = ("aten", "prims")
-"""What these do is known: they compute, and touch nothing but their arguments. A collective would wait for other ranks,
-and an op of a user could do anything."""
+"""Ops in these namespaces only compute, and access only their arguments. A collective would wait for other ranks, and a
+custom op could do anything."""
 
 _PLAIN = (
     type(None),
@@ -44,7 +45,7 @@ _PLAIN = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """What of a tensor decides how long an op takes."""
+    """The properties of a tensor that determine how long an op takes."""
 
     dtype: torch.dtype
     device: torch.device
@@ -52,47 +53,47 @@ class TensorLayout:
     stride: tuple[int, ...]
 
     def __str__(self) -> str:
-        # Without the number of the device: times are kept by the name of the GPU.
+        # No device index: times are stored under the name of the GPU.
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype}{list(self.shape)} strides {list(self.stride)} on {self.device.type}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A call of an op, with a :class:`TensorLayout` in the place of each tensor. Symbolic sizes are hints."""
+    """A call of an op, with a :class:`TensorLayout` in place of each tensor and hints in place of symbolic sizes."""
 
     target: _torch_private.OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     device: torch.device
-    """What it runs on."""
+    """The device that it runs on."""
 
     @property
     def key(self) -> str:
-        """Equal for calls that take equally long; the same text in every process."""
+        """Equal for calls that take the same time; the same text in every process."""
         return f"{self.target} {_text(self.args)} {_text(self.kwargs)}"
 
     @property
     def name(self) -> str:
-        """For messages: ``aten.mm``."""
+        """The op's name for messages, such as ``aten.mm``."""
         return str(self.target).removesuffix(".default")
 
 
 Seconds = float | str
-"""Of a call: how long it takes, or why it cannot be run alone."""
+"""How long a call takes, or the reason why it cannot run alone."""
 
 
 class Times(Protocol):
-    """Knows, or finds out, how long calls take."""
+    """Looks up or measures how long calls take."""
 
     def of(self, calls: Sequence[Call]) -> Mapping[str, Seconds]:
-        """Seconds of ``calls``, by their keys. The same key gets the same answer ever after."""
+        """The seconds of ``calls``, by key. The answer for a key never changes."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unmeasured:
-    """Nodes that should have been measured."""
+    """Nodes that should have been measured, but could not be."""
 
     op: str
     reason: str
@@ -101,12 +102,12 @@ class Unmeasured:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CostSources:
-    """Where the seconds of the nodes of a graph come from. A fused group counts as one node."""
+    """How many node times of a graph come from which source. A fused group counts as one node."""
 
     measured: int = 0
     roofline: int = 0
     unmeasured: tuple[Unmeasured, ...] = ()
-    """Of ``roofline``, those that could not be measured, though they should have been."""
+    """The nodes counted in ``roofline`` that should have been measured, but could not be."""
 
     def __str__(self) -> str:
         text = f"seconds per node: {self.measured} measured, {self.roofline} by roofline"
@@ -117,23 +118,23 @@ class CostSources:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeasuredNodes:
-    """What was measured of a graph."""
+    """The measured nodes of a graph."""
 
     seconds: Mapping[fx.Node, float] = dataclasses.field(default_factory=dict[fx.Node, float])
     unmeasured: tuple[Unmeasured, ...] = ()
 
     def replace_in(self, joint: ScheduledJointGraph, node_s: Sequence[float]) -> tuple[float, ...]:
-        """``node_s``, seconds of every position of ``joint``, with what was measured instead of the roofline."""
+        """``node_s``, the seconds of every position of ``joint``, with the measured seconds where there are any."""
         return tuple(self.seconds.get(node, seconds) for node, seconds in zip(joint.graph.nodes, node_s, strict=True))
 
     def sources(self, node_s: Sequence[float]) -> CostSources:
-        """What :meth:`replace_in` returned, counted."""
+        """Count the sources of ``node_s``, which :meth:`replace_in` returned."""
         taking_time = sum(seconds > 0 for seconds in node_s)
         return CostSources(len(self.seconds), taking_time - len(self.seconds), self.unmeasured)
 
 
 def measure_nodes(joint: ScheduledJointGraph, alias_sets: AliasSets, times: Times, *, fused: bool) -> MeasuredNodes:
-    """Ask ``times`` for all nodes that are kernels of their own, at once.
+    """Request the times of all nodes that run as separate kernels from ``times``, in one call.
 
     Args:
         fused: False for ``inner="aot_eager"``, which runs node by node.
@@ -153,12 +154,12 @@ def measure_nodes(joint: ScheduledJointGraph, alias_sets: AliasSets, times: Time
 
 
 def describe_call(node: fx.Node) -> Call | str:
-    """The call that ``node`` makes, or why it must not or cannot be made by itself."""
+    """The call that ``node`` makes, or the reason why it must not or cannot run alone."""
     target = node.target
     if not isinstance(target, _torch_private.OpOverload):
-        return "no op of torch"
+        return "not a torch op"
     if target.namespace not in _NAMESPACES:
-        return "an op that may do more than compute"
+        return "an op that may have side effects"
     try:
         args, kwargs = cast(Any, (_describe(node.args), _describe(dict(node.kwargs))))
     except _CannotDescribeError as error:

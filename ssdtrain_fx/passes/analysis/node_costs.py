@@ -1,7 +1,8 @@
-"""How long does each node take? Counted from shapes and a hardware profile: no clock, so the same graph costs the same.
+"""Estimate how long each node takes, from shapes and a hardware profile.
 
-A kernel takes ``max(arithmetic, bytes moved / memory rate) + kernel_s``, the roofline. What one kernel is, is said in
-:mod:`ssdtrain_fx.passes.analysis.fused_kernels`; what an op computes, in :mod:`ssdtrain_fx.passes.graph.op_kinds`.
+No clock is read, so the same graph always costs the same. By the roofline model, a kernel takes ``max(arithmetic, bytes
+moved / memory rate) + kernel_s``. :mod:`ssdtrain_fx.passes.analysis.fused_kernels` says which nodes form a kernel,
+:mod:`ssdtrain_fx.passes.graph.op_kinds` what an op computes.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ def estimate_node_seconds(
 ) -> tuple[float, ...]:
     """Seconds of every position of ``joint``.
 
-    The time of a fused group stands at its last member, which is about where Inductor runs the kernel; the other
-    members cost 0, and so do inputs, views, ``getitem`` and the marker. Sizes that depend on data count as 0.
+    The time of a fused group is assigned to its last member, which is about where Inductor runs the kernel. The other
+    members cost 0, as do inputs, views, ``getitem`` and the marker. Sizes that depend on data count as 0.
 
     Args:
-        fused: False for ``inner="aot_eager"``, which runs node by node: then every node is a group of its own.
-        facts: of this graph, where somebody has found them already.
+        fused: False for ``inner="aot_eager"``, which runs node by node: every node is then a separate group.
+        facts: facts of this graph, if they are already known.
     """
     facts = NodeFacts(joint, alias_sets) if facts is None else facts
     groups = facts.groups if fused else range(len(facts.facts))
@@ -45,7 +46,7 @@ def estimate_node_seconds(
 
 @dataclasses.dataclass(slots=True)
 class _Bill:
-    """What one group costs, added up over its members."""
+    """The cost of one group, summed over its members."""
 
     arithmetic_s: float = 0.0
     moved_bytes: int = 0
@@ -105,7 +106,7 @@ def _flop_rate(hardware: Hardware, fact: NodeFact) -> float:
 
 
 def _rate(rates: Mapping[str, float], dtype: torch.dtype | None) -> float:
-    """The rate for ``dtype``, else that of float32, half of it for eight bytes; infinite in an empty profile."""
+    """The rate for ``dtype``, or that of float32 (halved for eight-byte types); infinite in an empty profile."""
     if dtype is None:
         return math.inf
     name = str(dtype).removeprefix("torch.")

@@ -16,12 +16,12 @@ from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Tran
 def pose_problem(
     analysis: Analysis, *, hardware: Hardware, step_s: float | None = None, host: HostTier | None = None
 ) -> TransferProblem:
-    """What has to be decided, in numbers.
+    """Turn the analysis into a planning problem.
 
     Args:
-        host: staging that storages may stay in; None where there is none to spare, as on every CPU. A graph of a chain
-            has none either: all of them would hold it at the same time, and nobody knows how many they are.
-        step_s: time of the step without recomputation, when the graph recomputes more than the partitioner chose.
+        host: the host tier. None if there is none, as on every CPU. It is ignored for a graph of a chain: all graphs
+            would use the tier at the same time, and their number is unknown.
+        step_s: time of the step without recomputation, if recomputations have been inserted into the graph.
     """
     intervals = analysis.intervals
     positions = analysis.joint.positions()
@@ -49,7 +49,8 @@ def _describe_movable(
 ) -> Movable:
     representative = candidate.representative
     assert representative is not None
-    # Forward often ends with views that only backward reads. They go away, so they are no reads.
+    # Forward often ends with views that only backward reads. These views are removed later, so they do not count as
+    # reads.
     last_forward_read = positions[representative]
     first_backward_read = len(positions)
     only_for_backward: set[fx.Node] = set()

@@ -1,12 +1,12 @@
-"""Ask a policy, check every decision, and predict what the plan does.
+"""Call a policy, check every decision, and predict the effect of the plan.
 
-A decision is legal when the rewritten graph computes the same bits: whatever a policy returns, either the plan is as
-safe as the planner's own, or there is an error. Checked are
+A decision is legal if the rewritten graph computes the same bits. Whatever a policy returns, the plan is either as safe
+as the planner's own, or an error is raised. The checks are:
 
-- the name:     the storage is saved, and nobody holds it outside the graph
-- the release:  behind the last read in forward, and not behind the place where backward begins
-- the reload:   in backward, and not behind the first read there
-- the tier:     there is one, and it can hold all that it should
+- the name:     the storage is saved, and is not held outside the graph
+- the release:  after the last read in forward, and no later than where backward begins
+- the reload:   in backward, and no later than the first read there
+- the tier:     it exists, and it can hold all storages that are assigned to it
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ssdtrain_fx.passes.planning.policy import Budget, Costs, Decision, Policy, 
 from ssdtrain_fx.passes.planning.simulate import live_bytes, simulate
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, Placements, TransferProblem
 
-KEPT_BY_POLICY = "the policy does not move it"
+KEPT_BY_POLICY = "the policy does not offload it"
 
 
 def apply_policy(policy: Policy, analysis: Analysis, problem: TransferProblem, budget: Budget) -> Plan:
-    """The plan that ``policy`` wants.
+    """Make the plan that ``policy`` decides on.
 
     Args:
-        problem: what ``pose_problem`` made of the same analysis.
+        problem: the result of ``pose_problem`` for the same analysis.
 
     Raises:
-        PolicyError: a decision is not legal; the message names the storage and the reason.
+        PolicyError: a decision is illegal. The message names the storage and the reason.
         BudgetError: the plan's peak is above ``budget.memory_budget_bytes``.
     """
     step = _describe_step(analysis, problem)
@@ -48,9 +48,9 @@ def apply_policy(policy: Policy, analysis: Analysis, problem: TransferProblem, b
     if budget.memory_budget_bytes is not None and plan.peak_after_bytes > budget.memory_budget_bytes:
         raise BudgetError(
             plan.floor_bytes,
-            f"memory_budget_bytes is {budget.memory_budget_bytes}, but the predicted activation peak of what policy "
-            f"{display_name(policy)} decides is {plan.peak_after_bytes} bytes. Raise the budget, or let it move more: "
-            f"moving everything reaches {plan.floor_bytes} bytes.",
+            f"memory_budget_bytes is {budget.memory_budget_bytes}, but the predicted activation peak with policy "
+            f"{display_name(policy)} is {plan.peak_after_bytes} bytes. Raise the budget, or let the policy offload "
+            f"more: offloading everything reaches {plan.floor_bytes} bytes.",
         )
     return plan
 
@@ -76,19 +76,18 @@ def _describe_step(analysis: Analysis, problem: TransferProblem) -> StepAnalysis
 def _check(policy: Policy, step: StepAnalysis, decisions: object) -> dict[str, Decision]:
     if not isinstance(decisions, Mapping):
         raise PolicyError(
-            f"Policy {display_name(policy)} returned {decisions!r}; expected a mapping from names of storages to "
-            "decisions."
+            f"Policy {display_name(policy)} returned {decisions!r}; expected a mapping from storage names to decisions."
         )
     checked: dict[str, Decision] = {}
     reasons = {storage.name: storage.decision.reason for storage in step.storages}
     for name, decision in cast("Mapping[object, object]", decisions).items():
         if not isinstance(name, str) or name not in reasons:
-            _refuse(policy, name, decision, f"no storage of this name is saved; saved are {', '.join(reasons)}")
+            _refuse(policy, name, decision, f"no such storage is saved; expected one of {', '.join(reasons)}")
         if not isinstance(decision, (Keep, Placement)):
             _refuse(policy, name, decision, "expected Keep(...) or Placement(...)")
         if isinstance(decision, Placement):
             if name not in step.movables:
-                _refuse(policy, name, decision, f"it must stay: {reasons[name]}")
+                _refuse(policy, name, decision, f"it must stay in memory: {reasons[name]}")
             _check_positions(policy, name, decision, step.movables[name], step.marker)
         checked[name] = decision
     return checked
@@ -97,7 +96,7 @@ def _check(policy: Policy, step: StepAnalysis, decisions: object) -> dict[str, D
 def _check_positions(policy: Policy, name: str, decision: Placement, movable: Movable, marker: int) -> None:
     first_release = max(movable.complete, movable.earliest_release)
     for field, found, first, last, reason in (
-        ("release", decision.release, first_release, marker, "behind the last read in forward, before backward begins"),
+        ("release", decision.release, first_release, marker, "after the last read in forward, before backward begins"),
         ("reload", decision.reload, marker + 1, movable.wait, "in backward, before the first read there"),
     ):
         if type(found) is not int or not first <= found <= last:  # pyright: ignore[reportUnnecessaryComparison]
@@ -113,16 +112,16 @@ def _check_host_tier(
         if placement is None or placement.tier == "ssd":
             continue
         if placement.tier != "host":  # pyright: ignore[reportUnnecessaryComparison]
-            _refuse(policy, name, placement, "tier is expected to be 'ssd' or 'host'")
+            _refuse(policy, name, placement, "expected tier 'ssd' or 'host'")
         if problem.host is None:
-            _refuse(policy, name, placement, "there is no host tier here, only on a GPU")
+            _refuse(policy, name, placement, "there is no host tier here; only a GPU has one")
         left_bytes -= problem.host.held_bytes(movable.size_bytes)
         if left_bytes < 0:
             _refuse(
                 policy,
                 name,
                 placement,
-                f"the host tier holds {problem.host.budget_bytes} bytes at most, and with it {-left_bytes} too many",
+                f"the host tier holds at most {problem.host.budget_bytes} bytes; this exceeds it by {-left_bytes}",
             )
 
 

@@ -1,7 +1,8 @@
-"""The planner: (joint graph, what may move, node times, hardware) -> Plan.
+"""The planner: (joint graph, candidates, node times, hardware) -> Plan.
 
-:func:`~ssdtrain_fx.passes.analysis.pose_problem.pose_problem` turns the graph into numbers. :func:`plan_offloads` lets ``place_transfers`` decide about these and
-words the outcome: a decision with its reason for every saved storage, and where the peak stands before and after.
+:func:`~ssdtrain_fx.passes.analysis.pose_problem.pose_problem` turns the graph into numbers. :func:`plan_offloads`
+passes them to ``place_transfers`` and reports a decision with a reason for every saved storage, and the peak before and
+after.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placements, Tr
 from ssdtrain_fx.passes.planning.use_host_tier import use_host_tier
 
 KEPT_ELSEWHERE = "the peak is no higher with it in memory"
-KEPT_TIME = "moving it would take more time than max_slowdown allows"
+KEPT_TIME = "offloading it would take more time than max_slowdown allows"
 KEPT_FITS = "the step fits into memory_budget_bytes with it in memory"
 NUM_LARGEST = 5
 
@@ -45,17 +46,18 @@ def plan_offloads(
     max_slowdown: float,
     memory_budget_bytes: int | None = None,
 ) -> Plan:
-    """Decide for every candidate, and predict peak and time before and after.
+    """Decide about every candidate, and predict peak and time before and after.
 
     Args:
-        problem: what :func:`pose_problem` made of the same analysis.
-        move_all: offload every storage that may move, whatever it costs.
-        max_slowdown: the lowest peak that adds at most this share to the step is chosen. Of a graph in a chain, as many
-            bytes as it allows are moved.
-        memory_budget_bytes: instead, the peak is brought under this at the least cost, and nothing more is moved.
+        problem: the result of :func:`pose_problem` for the same analysis.
+        move_all: offload every storage that may be offloaded, at any cost.
+        max_slowdown: choose the lowest peak that adds at most this share to the step. For a graph in a chain, offload
+            as many bytes as this share allows.
+        memory_budget_bytes: if set, take the least time whose peak stays within this budget, and offload no more than
+            that needs.
 
     Raises:
-        BudgetError: no placement brings the predicted peak under the budget.
+        BudgetError: no placement brings the predicted peak within the budget.
     """
     without_host = dataclasses.replace(problem, host=None)
     floor = floor_bytes(without_host)
@@ -69,7 +71,7 @@ def plan_offloads(
                 floor,
                 f"memory_budget_bytes is {memory_budget_bytes}, but the predicted activation peak of this graph cannot "
                 f"get below {floor} bytes (without offloading: {_find_peak(analysis, {}).size_bytes}). "
-                "Raise the budget to at least that, or lower the batch size or min_tensor_bytes.",
+                f"Raise the budget to {floor} bytes or more, or lower the batch size or min_tensor_bytes.",
             )
         choice, reason_not_moved = use_host_tier(problem, found, time_first=True), KEPT_FITS
     elif analysis.activations:
@@ -79,7 +81,7 @@ def plan_offloads(
         choice = use_host_tier(problem, choice, may_move_others=True)
         if choice.peak_bytes > floor:
             reason_not_moved = KEPT_TIME
-    # Who moves all wants as little in memory as can be; one graph of a chain does not know the peak of the step.
+    # move_all is meant to keep as little in memory as possible. A graph of a chain does not know the peak of the step.
     if not (move_all or analysis.activations):
         choice = reserve_time(problem, choice)
     return describe_plan(analysis, problem, choice, reason_not_moved=reason_not_moved, reasons={})
@@ -93,14 +95,14 @@ def describe_plan(
     reason_not_moved: str,
     reasons: Mapping[str, str],
 ) -> Plan:
-    """The plan that makes ``choice``, in words and numbers.
+    """Describe ``choice`` as a plan.
 
     Args:
-        reasons: why storages that could move stay, by name; ``reason_not_moved`` for all others.
+        reasons: why movable storages are kept, by name. All others get ``reason_not_moved``.
     """
     movables = {movable.idx: movable for movable in problem.movables}
     simulation = choice.simulation
-    # One graph of a chain does not know what the others hold.
+    # A graph of a chain does not know how much the other graphs hold.
     room = None if analysis.activations else _find_room(problem, choice)
     return Plan(
         storages=tuple(
@@ -125,10 +127,10 @@ def describe_plan(
 
 
 def add_recomputations(plan: Plan, analysis: Analysis, recomputations: Sequence[Recomputation]) -> Plan:
-    """``plan``, made after ``recomputations`` were inserted, with a decision for what these make too.
+    """Add the decisions for recomputed storages to ``plan``, which was made after ``recomputations`` were inserted.
 
     Args:
-        analysis: of the graph without them.
+        analysis: the analysis of the graph without the recomputations.
     """
     positions = {node.name: position for node, position in analysis.joint.positions().items()}
     candidates = {candidate.storage.idx: candidate for candidate in analysis.candidates}
@@ -139,7 +141,7 @@ def add_recomputations(plan: Plan, analysis: Analysis, recomputations: Sequence[
             Recompute(
                 nodes=tuple(node.name for node in recomputation.nodes),
                 sources=tuple(_main_node(candidates[idx]).name for idx in recomputation.sources),
-                reason="made again in backward",
+                reason="recomputed in backward",
             ),
         )
         for recomputation in recomputations
@@ -172,9 +174,9 @@ def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
 
 
 def _find_room(problem: TransferProblem, choice: Choice) -> Mapping[int, int]:
-    """How far memory stays below the peak from each reload to the next one, by index of the storage.
+    """How far memory stays below the peak from each reload to the next one, by storage index.
 
-    What leaves after a reload has come back lies idle in the engine until the next reload: it counts as live.
+    When a reloaded storage dies, the engine keeps its memory until the next reload. Until then it counts as live.
     """
     live_bytes, count = choice.simulation.live_bytes, len(problem.node_s)
     left = [0] * (count + 1)
@@ -214,8 +216,8 @@ def _decide(
         release=placement.release,
         reload=placement.reload,
         wait=movable.wait,
-        # Between two positions the stall is counted in; at one and the same it is all there is. In whole microseconds,
-        # which stay readable in the graph.
+        # The time between two different positions includes the stall. At the same position, the stall is all of it.
+        # Values are rounded to microseconds to keep the graph readable.
         out_s=round(max(out_s, release_stall_s), 6),
         back_s=round(max(back_s, wait_stall_s), 6),
         stall_s=round(release_stall_s + wait_stall_s, 6),
@@ -226,12 +228,12 @@ def _decide(
 
 
 def _main_node(candidate: Candidate) -> fx.Node:
-    """The node that the storage is named after."""
+    """The node that gives the storage its name."""
     return candidate.representative or candidate.saved_nodes[0]
 
 
 def describe_storage(candidate: Candidate, analysis: Analysis, decision: PlannedDecision) -> SavedStorage:
-    """What is known about the storage of ``candidate``, and ``decision`` about it."""
+    """Describe the storage of ``candidate`` and the ``decision`` about it."""
     node = _main_node(candidate)
     value = node.meta["val"]
     interval = analysis.intervals.get(candidate.storage.idx)
@@ -251,7 +253,7 @@ def describe_storage(candidate: Candidate, analysis: Analysis, decision: Planned
 
 
 def _size_of_input(candidate: Candidate) -> int:
-    """Inputs have no live interval; a size that depends on data shows as 0."""
+    """Size of an input, which has no live interval. 0 if the size depends on data."""
     try:
         return candidate.storage.hint_bytes
     except ValueError:

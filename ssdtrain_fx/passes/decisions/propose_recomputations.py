@@ -1,13 +1,13 @@
-"""Which sets of saved storages are worth planning for as made again in backward.
+"""Propose sets of saved storages to recompute in backward.
 
-Recomputation changes the graph: there are more nodes, and what these read lives longer. What that does to the peak
-only a plan for the new graph tells, so a few sets are proposed, and the pipeline plans for each of them:
+Recomputation changes the graph: it adds nodes, and the storages that these read live longer. Only a plan for the new
+graph shows the effect on the peak. So a few sets are proposed, and the pipeline makes a plan for each:
 
-- what is made again in less time of the compute stream than moving it takes. The rule is per storage: the compute
-  stream is what both spend;
-- of these, and of everything that can be made again, a part in which no storage is made from another one of the part,
-  the cheapest per byte first. A chain that is made again as a whole saves nothing while its last storage is needed.
-  This is for an SSD that is too slow to move the rest.
+- The storages whose recomputation takes less compute-stream time than offloading them. The rule is applied to each
+  storage by itself, because both options spend compute-stream time.
+- A subset of these, and a subset of all storages that can be recomputed, in which no storage is recomputed from
+  another. The cheapest per byte are chosen first. A chain that is recomputed as a whole saves no memory while its last
+  storage is needed. These subsets are for an SSD that is too slow to offload the rest.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
 def propose_recomputations(
     analysis: Analysis, problem: TransferProblem, *, hardware: Hardware, fused: bool
 ) -> Sequence[tuple[Recomputation, ...]]:
-    """Sets to plan for, none of them empty, no two equal.
+    """Return the sets to plan for. No set is empty, and no two are equal.
 
     Args:
-        problem: posed for the same graph.
+        problem: the problem of the same graph.
         fused: Inductor compiles the graph.
     """
     found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, fused=fused)
     if not found:
         return ()
-    # Node by node: what a copy is fused with is not known yet, so this is the most that it takes.
+    # Each node is estimated by itself. How the copies will be fused is not known yet, so this is an upper bound.
     node_s = estimate_node_seconds(analysis.joint, analysis.alias_sets, hardware, fused=False, facts=analysis.facts)
     seconds = dict(zip(analysis.joint.graph.nodes, analysis.measured.replace_in(analysis.joint, node_s), strict=True))
     moving_s = {
@@ -54,7 +54,7 @@ def propose_recomputations(
 
 
 def _without_chains(ranked: Sequence[Recomputation]) -> tuple[Recomputation, ...]:
-    """As many of the first ones as possible that neither read what another one makes nor make what it reads."""
+    """Greedily choose recomputations such that none reads a storage that another one recomputes."""
     made: set[int] = set()
     read: set[int] = set()
     chosen: list[Recomputation] = []

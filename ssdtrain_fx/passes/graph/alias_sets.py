@@ -1,14 +1,18 @@
 """Alias sets: which nodes of a graph share a storage.
 
-Asked of the FakeTensors in ``node.meta["val"]``, so views, ``getitem`` and multi-output ops need no list of ops. One
-trap is avoided: a recomputed node carries the same FakeTensor as its original, though at run time it makes a storage
-of its own. So a node shares a storage only with its *inputs*; otherwise it allocates a new one. And one gap is filled:
-when a graph is rewritten under a view (equal expressions merged, a saved tensor reloaded), the view's FakeTensor stays
-behind on the old storage. Then the op's schema says which argument it views.
+The answer comes from the FakeTensors in ``node.meta["val"]``, so views, ``getitem`` and multi-output ops need no list
+of ops. Two cases need more than that:
+
+* A recomputed node has the same FakeTensor as its original, but at run time it allocates a separate storage. So a node
+  shares a storage only with its *inputs*; otherwise it allocates a new one.
+* When a rewrite replaces the input of a view (equal expressions are merged, a saved tensor is reloaded), the view's
+  FakeTensor still refers to the old storage. Then the op's schema says which argument the result views.
+
+For example:
 
     base = addmm(...)          # storage 0, allocator
     q    = view(base[...])     # storage 0
-    out, stats = norm(q)       # storages 1 and 2, born at the tuple, exposed by getitem
+    out, stats = norm(q)       # storages 1 and 2, allocated at the tuple, exposed by getitem
 """
 
 from __future__ import annotations
@@ -29,16 +33,16 @@ class Storage:
 
     idx: int
     allocator: fx.Node
-    """The node that creates it; for a multi-output op the node with the tuple."""
+    """The node that allocates it. For a multi-output op, the node whose value is the tuple."""
     members: tuple[fx.Node, ...]
     """Every node whose value is one tensor on this storage, in graph order."""
     holders: tuple[fx.Node, ...]
-    """The members, and the tuples that some of them are taken from, in graph order."""
+    """The members, and the tuples that contain some of them, in graph order."""
     size_bytes: int | torch.SymInt
 
     @property
     def is_input(self) -> bool:
-        """True for what a caller passes in: parameters, buffers, user data, tangents."""
+        """True if the caller passes it in: parameters, buffers, user data, tangents."""
         return self.allocator.op in ("placeholder", "get_attr")
 
     @property
@@ -53,7 +57,7 @@ class AliasSets:
 
     storages: tuple[Storage, ...]
     by_node: Mapping[fx.Node, tuple[int, ...]]
-    """Indices of the storages that a node's value holds: one for a tensor, several for a tuple, none otherwise."""
+    """Indices of the storages that a node's value holds: one for a tensor, several for a tuple, otherwise none."""
 
     def of(self, node: fx.Node) -> Storage | None:
         """The storage of a node whose value is one tensor; None for everything else."""
@@ -63,10 +67,10 @@ class AliasSets:
         return self.storages[found[0]] if found else None
 
     def of_copy(self, copy_of: Mapping[fx.Node, fx.Node]) -> AliasSets:
-        """Those of a copy of the graph.
+        """The same alias sets for a copy of the graph.
 
         Args:
-            copy_of: what became of every node.
+            copy_of: maps every node to its copy.
         """
 
         def copied(nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
@@ -87,7 +91,7 @@ class AliasSets:
 
 
 def find_alias_sets(graph: fx.Graph) -> AliasSets:
-    """Group the nodes of ``graph`` by storage. Needs ``meta["val"]`` on every node that makes a tensor."""
+    """Group the nodes of ``graph`` by storage. Every node that returns a tensor must have ``meta["val"]``."""
     keys_of: dict[fx.Node, dict[int, int]] = {}
     allocators: list[fx.Node] = []
     sizes: list[int | torch.SymInt] = []
@@ -132,12 +136,12 @@ def find_alias_sets(graph: fx.Graph) -> AliasSets:
 
 
 def storages_of(values: Iterable[object], alias_sets: AliasSets) -> set[int]:
-    """Indices of all storages that the nodes among ``values`` hold."""
+    """Indices of all storages held by the nodes in ``values``."""
     return {idx for value in values if isinstance(value, fx.Node) for idx in alias_sets.by_node[value]}
 
 
 def find_written_storages(graph: fx.Graph, alias_sets: AliasSets) -> set[int]:
-    """Storages that some op mutates. A higher-order op with "mutation" in its name may write any of its inputs."""
+    """Storages that an op mutates. A higher-order op with "mutation" in its name may write any of its inputs."""
     written: set[int] = set()
     for node in graph.nodes:
         if isinstance(node.target, _torch_private.OpOverload):
@@ -154,7 +158,7 @@ def find_written_storages(graph: fx.Graph, alias_sets: AliasSets) -> set[int]:
 
 
 def _viewed_storage(node: fx.Node, keys_of: Mapping[fx.Node, Mapping[int, int]]) -> int | None:
-    """The one storage of the argument that the op's schema says its result views."""
+    """The storage of the argument that the result views according to the op's schema; None if there is not one."""
     if not isinstance(node.target, _torch_private.OpOverload):
         return None
     schema = node.target._schema
@@ -167,7 +171,7 @@ def _viewed_storage(node: fx.Node, keys_of: Mapping[fx.Node, Mapping[int, int]])
 
 
 def _strided_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors with a plain storage in a node's value (sparse and opaque ones have none to move)."""
+    """The strided tensors in a node's value. Sparse and opaque tensors have no plain storage to move."""
     for leaf in _torch_private.tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
             yield leaf

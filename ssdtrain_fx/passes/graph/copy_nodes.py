@@ -13,12 +13,12 @@ from ssdtrain_fx._torch_private import FakeTensor
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets
 
 COPY_OF = "ssdtrain_copy_of"
-"""Key of the metadata of a node that runs again: names of the original, and of the first member of the storage that it
-is for. Only reports read it."""
+"""Metadata key of a copied node: the name of the original, and of the first member of the storage that the copy
+recomputes. Only reports read it."""
 
 
 def copy_nodes(graph: fx.Graph, nodes: Iterable[fx.Node], alias_sets: AliasSets) -> dict[fx.Node, fx.Node]:
-    """Copies at the insertion point that read each other, and otherwise what the originals read."""
+    """Copy ``nodes`` to the insertion point. A copy reads the copies of its sources, or the sources themselves."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         copy = graph.node_copy(node, lambda source: copies.get(source, source))
@@ -29,7 +29,7 @@ def copy_nodes(graph: fx.Graph, nodes: Iterable[fx.Node], alias_sets: AliasSets)
 
 
 def _fake_copy(node: fx.Node, copy: fx.Node, alias_sets: AliasSets) -> object:
-    """The value of a copy: on the storage of its argument when it is a view, otherwise on one of its own."""
+    """The value of a copy: a view shares the storage of its argument, any other value gets a new storage."""
     inherited = {idx for source in node.all_input_nodes for idx in alias_sets.by_node[source]}
     if inherited.issuperset(alias_sets.by_node[node]):
         return fake_result(copy)
@@ -37,7 +37,7 @@ def _fake_copy(node: fx.Node, copy: fx.Node, alias_sets: AliasSets) -> object:
 
 
 def fake_result(node: fx.Node) -> object:
-    """Run the node on the values that its arguments have now."""
+    """Run the node on the current values of its arguments."""
     values = [leaf for source in node.all_input_nodes for leaf in _torch_private.tree_leaves(source.meta["val"])]
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
     assert callable(node.target)
@@ -46,7 +46,7 @@ def fake_result(node: fx.Node) -> object:
 
 
 def _like(value: Argument) -> Argument:
-    """A fake tensor of the same layout on a new storage."""
+    """A fake tensor with the same layout on a new storage."""
     if not isinstance(value, FakeTensor):
         return value
     with value.fake_mode:
@@ -58,7 +58,7 @@ def _value_of(node: fx.Node) -> Argument:
 
 
 def erase_unread(nodes: Iterable[fx.Node]) -> None:
-    """Drop what nobody reads. ``nodes`` are functional, and in graph order."""
+    """Erase the nodes without users. ``nodes`` must be functional and in graph order."""
     for node in reversed(list(nodes)):
         if not node.users:
             node.graph.erase_node(node)

@@ -1,14 +1,15 @@
-"""A scheduled joint graph as JSON: to attach to a bug report, and to run any pass on it later, on any machine.
+"""A scheduled joint graph as JSON, to attach to a bug report or to run passes on later, on any machine.
 
-What is written: every node with its op, arguments and the layout of its value, which values share a storage, what is
-saved for backward, and which results are gradients. No number of any tensor is written; names of nodes and lines of the
-model's source are. What is not written: what only a compiler needs (descriptors, modules). So a graph that was read
-prints, and gets the same aliases, candidates, costs and plan, but is not compiled.
+The JSON has every node with its op, its arguments and the layout of its value. It also says which values share a
+storage, which are saved for backward, and which results are gradients. It contains no tensor data, but it does contain
+node names and lines of the model's source. It omits what only a compiler needs (descriptors, modules). So a graph that
+was read back prints the same and gets the same aliases, candidates, costs and plan, but cannot be compiled.
 
     text = to_json(joint)
     joint = from_json(text)             # values are FakeTensors: nothing is computed, no GPU is needed
 
-Refused, with the node's name: symbolic sizes (trace with dynamic=False), and values and ops that JSON has no word for.
+Symbolic sizes (trace with dynamic=False), and values and ops that this format cannot represent, raise an error that
+names the node.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ VERSION = 1
 KEPT_META = ("stack_trace", "saved_tensor_with_no_vc_check", "autograd_backward", _torch_private.REALIZE_TO_STRIDES)
 """Plain entries of ``node.meta`` that a pass or the printed graph reads."""
 OPERATORS = ("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg")
-"""Functions of Python's module operator that occur in graphs."""
+"""The functions of Python's ``operator`` module that occur in graphs."""
 _NAMED = {
     "dtype": torch.dtype,
     "layout": torch.layout,
     "memory_format": torch.memory_format,
 }
-"""Values that are an attribute of ``torch``."""
+"""Types whose values are attributes of ``torch``."""
 
 
 def to_json(joint: ScheduledJointGraph) -> str:
-    """The graph as text; the same graph gives the same text.
+    """The graph as JSON text. The same graph gives the same text.
 
     Raises:
-        ConfigError: the graph has symbolic sizes, or something that cannot be written.
+        ConfigError: the graph has symbolic sizes, or a value or op that cannot be written.
     """
     storages = _StorageNumbers()
     nodes: list[dict[str, Any]] = []
@@ -76,7 +77,7 @@ def to_json(joint: ScheduledJointGraph) -> str:
             "nodes": nodes,
             "outputs": [_write(value) for value in joint.forward_outputs],
             "gradients": [_write(value) for value in joint.gradients],
-            # A pass may have erased a saved view that it had replayed elsewhere.
+            # A pass may have erased a saved view after replaying it elsewhere.
             "saved": [node.name for node in joint.saved if node in written_nodes],
             "backward_inputs": [node.name for node in joint.backward_inputs],
         },
@@ -86,17 +87,17 @@ def to_json(joint: ScheduledJointGraph) -> str:
 
 
 def from_json(text: str) -> ScheduledJointGraph:
-    """Inverse of :func:`to_json`.
+    """The graph that :func:`to_json` wrote.
 
     Raises:
-        ConfigError: the text is no such graph, is of another version, or calls an op that this process does not have.
+        ConfigError: the text is not a saved graph, has another version, or calls an op that this process does not have.
     """
     try:
         raw = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"The saved graph is no JSON: {error}. Was it cut off?") from error
+        raise ConfigError(f"The saved graph is not valid JSON: {error}. Is the file truncated?") from error
     if not isinstance(raw, dict) or cast(dict[str, Any], raw).get("kind") != KIND:
-        raise ConfigError(f"This JSON is no saved graph: expected an object with kind {KIND!r}.")
+        raise ConfigError(f"This JSON is not a saved graph: expected an object with kind {KIND!r}.")
     content = cast(dict[str, Any], raw)
     if content.get("version") != VERSION:
         raise ConfigError(
@@ -116,7 +117,7 @@ def from_json(text: str) -> ScheduledJointGraph:
 
 @contextmanager
 def _naming(node_name: str) -> Generator[None]:
-    """Put the name of the node in front of what goes wrong with it."""
+    """Turn a _CannotWriteError into a ConfigError that names the node."""
     try:
         yield
     except _CannotWriteError as error:
@@ -124,11 +125,11 @@ def _naming(node_name: str) -> Generator[None]:
 
 
 class _CannotWriteError(Exception):
-    """Ends a sentence that begins with a node."""
+    """Its message completes a sentence that begins with the node's name."""
 
 
 class _StorageNumbers:
-    """Numbers storages in the order in which they are met."""
+    """Numbers storages in the order in which they are first seen."""
 
     def __init__(self) -> None:
         self.sizes_bytes: list[int] = []
@@ -159,11 +160,11 @@ def _target_name(node: fx.Node) -> str:
     for name in OPERATORS:
         if getattr(operator, name) is target:
             return f"operator.{name}"
-    raise _CannotWriteError(f"calls {target}, which is neither an operator of torch nor of Python")
+    raise _CannotWriteError(f"calls {target}, which is neither a torch op nor a function of Python's operator module")
 
 
 def _write(value: object) -> Any:
-    """An argument. Everything that JSON has no word for is an object with one key."""
+    """An argument as JSON. A value that JSON cannot represent becomes an object with one key."""
     match value:
         case None | bool() | str():
             return value
@@ -193,11 +194,11 @@ def _write(value: object) -> Any:
                     return {name: str(value).removeprefix("torch.")}
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise _CannotWriteError(f"has the symbolic argument {value}; trace the model with dynamic=False")
-    raise _CannotWriteError(f"has an argument of type {type(value).__name__}, which cannot be written")
+    raise _CannotWriteError(f"has an argument of type {type(value).__name__}, which this format cannot represent")
 
 
 def _write_value(value: object, storages: _StorageNumbers) -> Any:
-    """What a node computes, by layout only."""
+    """The value of a node as JSON: only the layout, no data."""
     if isinstance(value, torch.Tensor):
         return {"tensor": _write_tensor(value, storages)}
     if isinstance(value, tuple):
@@ -211,7 +212,7 @@ def _write_tensor(value: torch.Tensor, storages: _StorageNumbers) -> dict[str, A
     if type(value) is not FakeTensor:
         raise _CannotWriteError(f"is a tensor subclass {type(value).__name__}")
     if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
-        raise _CannotWriteError("is sparse, quantized or a lazy conjugate")
+        raise _CannotWriteError("is sparse, quantized, or a lazy conjugate or negation")
     return {
         "shape": [_plain(size) for size in value.shape],
         "stride": [_plain(stride) for stride in value.stride()],
@@ -226,7 +227,7 @@ def _write_tensor(value: torch.Tensor, storages: _StorageNumbers) -> dict[str, A
 
 
 class _Reader:
-    """The nodes and storages of one graph as far as they were read."""
+    """Reads one graph. Holds the nodes and storages read so far."""
 
     def __init__(self, storage_bytes: list[int]) -> None:
         self._fake_mode = FakeTensorMode()
@@ -245,7 +246,7 @@ class _Reader:
         output = graph.output((outputs, gradients))
         output.meta["desc"] = ([None] * len(outputs), [None] * len(gradients))
         if not graph.find_nodes(op="call_function", target=backward_starts):
-            raise ValueError("no node says where backward starts")
+            raise ValueError("it has no backward_starts node")
         saved, backward_inputs = (
             tuple(self._nodes[name] for name in content[key]) for key in ("saved", "backward_inputs")
         )
@@ -255,12 +256,12 @@ class _Reader:
     def _read_node(self, graph: fx.Graph, written: Mapping[str, Any]) -> fx.Node:
         name, op = written["name"], written["op"]
         if op not in ("placeholder", "get_attr", "call_function"):
-            raise ValueError(f"node {name!r} has the op {op!r}")
+            raise ValueError(f"node {name!r} has the unsupported op {op!r}")
         keywords: dict[str, Any] = written.get("kwargs", {})
-        # FX makes Python code of a graph: whatever goes there as it stands must be a name, or it would be run.
+        # FX generates Python code from a graph. Names that it inserts verbatim must be identifiers, or they would run.
         for part in (*keywords, *(() if op == "call_function" else written["target"].split("."))):
             if not part.isidentifier():
-                raise ValueError(f"{part!r} in node {name!r} is no name")
+                raise ValueError(f"{part!r} in node {name!r} is not an identifier")
         node = graph.create_node(
             op,
             _find_target(written["target"]) if op == "call_function" else written["target"],
@@ -269,7 +270,7 @@ class _Reader:
             name=name,
         )
         if node.name != name:
-            raise ValueError(f"two nodes are called {name!r}, or that is no name")
+            raise ValueError(f"the node name {name!r} is used twice or is not an identifier")
         if "value" in written:
             node.meta["val"] = self._read(written["value"])
         node.meta.update({name: value for name, value in written.get("meta", {}).items() if name in KEPT_META})
@@ -303,7 +304,7 @@ class _Reader:
                 return _attribute_of_torch(content, _NAMED[kind])
 
     def _read_tensor(self, content: Mapping[str, Any]) -> torch.Tensor:
-        """On the same storage as other tensors with its number, which all have the same device."""
+        """A tensor on the same storage as other tensors with its storage number, which all have the same device."""
         number: int = content["storage"]
         dtype: torch.dtype = _attribute_of_torch(content["dtype"], torch.dtype)
         if number not in self._storages:
@@ -311,7 +312,7 @@ class _Reader:
         storage = self._storages[number]
         whole = storage.numel() // dtype.itemsize * dtype.itemsize
         value = storage[:whole].view(dtype).as_strided(content["shape"], content["stride"], content["offset"])
-        # Views are made before the device is named: a torch without CUDA makes none of a fake CUDA tensor.
+        # Views are made before the device is set: torch without CUDA cannot make views of a fake CUDA tensor.
         return _torch_private.fake_on(torch.device(content["device"]), value, self._fake_mode)
 
 
@@ -323,7 +324,7 @@ def _attribute_of_torch(name: str, kind: type) -> Any:
 
 
 def _find_target(name: str) -> Callable[..., Any]:
-    """Only ops of torch and operators of Python: reading a graph must not run what its author likes."""
+    """The function called ``name``. Only torch ops and known operators: reading a graph must not run arbitrary code."""
     if name == "backward_starts":
         return backward_starts
     module, _, attribute = name.rpartition(".")
@@ -335,8 +336,8 @@ def _find_target(name: str) -> Callable[..., Any]:
     except AttributeError as error:
         raise ConfigError(
             f"The saved graph calls {name}, which this process does not have. "
-            "Import the library that registers it, or use a torch version nearer to that which saved the graph."
+            "Import the library that registers it, or use a torch version closer to the one that saved the graph."
         ) from error
     if not isinstance(target, OpOverload):
-        raise ValueError(f"{name!r} is no op")
+        raise ValueError(f"{name!r} is not an op")
     return cast(Callable[..., Any], target)

@@ -1,15 +1,14 @@
-"""The scheduled joint graph: forward and backward in ONE graph, in the order in which they will run.
+"""The scheduled joint graph: forward and backward in one graph, in execution order.
 
-A partitioner hands over two graphs. ``join`` puts them together, so that a storage that is made in forward and read in
-backward is one node with all its users; ``split`` takes the (rewritten) graph apart again, by the calling convention of
-AOTAutograd.
+A partitioner returns two graphs. ``join`` merges them, so that a tensor that forward makes and backward reads is one
+node with all its users. ``split`` separates the rewritten graph again, following AOTAutograd's calling convention.
 
     forward  (primals)        -> outputs, saved tensors, saved symbols
     backward (saved symbols, saved tensors, tangents) -> gradients
 
     joint    (primals, tangents):  forward nodes;  backward_starts();  backward nodes  -> ((outputs), (gradients))
 
-Recomputation that the partitioner chose is already materialised: a recomputed node stands once in each half.
+The partitioner's own recomputations are already in the graphs: a recomputed node appears once in each half.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from ssdtrain_fx.errors import InternalError
 
 
 def backward_starts() -> None:
-    """Marks, in a scheduled joint graph, where forward ends and backward begins. Does nothing when run."""
+    """Mark the end of forward and the start of backward in a scheduled joint graph. Does nothing when run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledJointGraph:
-    """Forward and backward in one graph. Passes rewrite ``gm`` in place; the other fields stay true."""
+    """Forward and backward in one graph. Passes rewrite ``gm`` in place; the other fields remain valid."""
 
     gm: fx.GraphModule
     saved: tuple[fx.Node, ...]
     """What the partitioner saved for backward, in its order: tensors first, symbols last."""
 
     backward_inputs: tuple[fx.Node, ...]
-    """Placeholders that only backward has: tangents, seeds and states of random numbers."""
+    """Placeholders that only backward has: tangents, and the seeds and states of random number generators."""
 
     activation_inputs: frozenset[int] = frozenset()
-    """Which arguments of the compiled function are results of other graphs, or of operators between graphs."""
+    """Indices of the compiled function's arguments that are results of other graphs, or of operators between graphs."""
 
     @property
     def graph(self) -> fx.Graph:
@@ -63,11 +62,11 @@ class ScheduledJointGraph:
         return _output_pair(self.graph)[1]
 
     def positions(self) -> dict[fx.Node, int]:
-        """Position of every node; backward nodes are those behind the marker's."""
+        """Position of every node. Backward nodes come after the marker."""
         return {node: position for position, node in enumerate(self.graph.nodes)}
 
     def copy(self) -> tuple[ScheduledJointGraph, Mapping[fx.Node, fx.Node]]:
-        """The same graph once more, to be rewritten; and what became of each node."""
+        """A copy of the graph that can be rewritten, and a map from each node to its copy."""
         env: dict[fx.Node, fx.Node] = {}
         graph = fx.Graph()
         for node in self.graph.nodes:
@@ -98,7 +97,7 @@ def join(
 
     Args:
         forward: returns ``num_forward_outputs`` outputs, then what it saves for backward.
-        backward: takes the saved symbols, the other saved values, and then what only it has (tangents, ...).
+        backward: takes the saved symbols, the other saved values, and then its own inputs (tangents, ...).
 
     Raises:
         InternalError: the two graphs do not fit together.
@@ -109,8 +108,11 @@ def join(
     saved = [node for node in forward_results[num_forward_outputs:] if isinstance(node, fx.Node)]
     placeholders = backward.graph.find_nodes(op="placeholder")
     if len(saved) != len(forward_results) - num_forward_outputs or len(saved) > len(placeholders):
-        raise InternalError(f"forward saves {forward_results[num_forward_outputs:]}, backward takes {placeholders}.")
-    # By position, as the runtime passes them: functionalised random states have another name in each half.
+        raise InternalError(
+            f"Forward saves {forward_results[num_forward_outputs:]}. These must be nodes, and no more than the "
+            f"placeholders of backward, {placeholders}."
+        )
+    # Match by position, as the runtime passes them: functionalised random states have different names in the halves.
     received = [node for node in saved if is_symbol(node)] + [node for node in saved if not is_symbol(node)]
     own_placeholders = placeholders[len(saved) :]
 
@@ -145,11 +147,11 @@ def join(
 
 
 def split(joint: ScheduledJointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Take a joint graph apart: everything that backward still reads from forward becomes a saved value.
+    """Split a joint graph: every forward value that backward still reads becomes a saved value.
 
-    New saved tensors (tokens) come first, then the partitioner's in its order, then symbols: AOTAutograd wants tensors
-    without a version check at the end of the tensors. All symbols that the partitioner saved stay saved, since they
-    bind sizes that no node mentions.
+    New saved tensors (tokens) come first, then the partitioner's in its order, then symbols: AOTAutograd expects
+    tensors without a version check to be the last tensors. All symbols that the partitioner saved stay saved, because
+    they bind sizes that no node mentions.
     """
     nodes = list(joint.graph.nodes)
     boundary = nodes.index(joint.marker)
@@ -259,12 +261,12 @@ def _map(value: Argument, env: Mapping[fx.Node, fx.Node]) -> Argument:
 
 
 def _attributes(forward: fx.GraphModule, backward: fx.GraphModule) -> dict[str, Any]:
-    """Everything that a ``get_attr`` node of either graph names. Both come from one module, so names agree."""
+    """Every attribute that a ``get_attr`` node of either graph names. Both come from one module, so the names agree."""
     found: dict[str, Any] = {}
     for gm in (forward, backward):
         for node in gm.graph.find_nodes(op="get_attr"):
             name = str(node.target)
             value = attrgetter(name)(gm)
             if found.setdefault(name, value) is not value:
-                raise InternalError(f"forward and backward both have an attribute {name!r}, with different values.")
+                raise InternalError(f"Forward and backward both have an attribute {name!r}, with different values.")
     return found

@@ -1,4 +1,4 @@
-"""What the cost of a node depends on, apart from its neighbours: what it reads, writes, makes and computes."""
+"""What the cost of a node depends on, apart from its neighbours: what it reads, writes, allocates and computes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ssdtrain_fx.passes.graph.tensor_sizes import Shape, shape_of, touched_bytes
 
 
 def takes_time(node: fx.Node, alias_sets: AliasSets) -> bool:
-    """False for inputs, views, ``getitem``, symbols, the marker and our own ops."""
+    """False for inputs, views, ``getitem``, symbols, the marker and the ops of ssdtrain_fx."""
     op = op_of(node.target) if node.op == "call_function" else FREE_OP
     if op.kind is Kind.FREE:
         return False
@@ -26,11 +26,11 @@ def takes_time(node: fx.Node, alias_sets: AliasSets) -> bool:
 
 
 def find_own_kernels(joint: ScheduledJointGraph, alias_sets: AliasSets, *, fused: bool) -> tuple[fx.Node, ...]:
-    """The nodes that run as the op that stands in the graph, fused with nothing, in order.
+    """The nodes that run as the op in the graph, unfused, in graph order.
 
     Args:
-        fused: False for ``inner="aot_eager"``: then every node that takes time is one. Otherwise also left out is what
-            adds at indices: Inductor fuses it with nothing, but generates the kernel itself.
+        fused: False for ``inner="aot_eager"``, where every node that takes time counts. Otherwise, ops that add at
+            indices are also left out: Inductor does not fuse them, but it generates their kernels itself.
     """
 
     def is_own(op: Op) -> bool:
@@ -49,18 +49,18 @@ class NodeFact:
     made: tuple[int, ...]
     """Storages that it allocates."""
     written: tuple[tuple[int, int], ...]
-    """Storages of arguments that it writes, and the bytes."""
+    """Storages of arguments that it writes, with the bytes written."""
     read: tuple[tuple[int, int], ...]
-    """Storages that it reads, and the bytes of each argument: a slice reads less than its storage has."""
+    """Storages that it reads, with the bytes of each argument. A slice has fewer bytes than its storage."""
     shape: Shape
-    """What it iterates over: the shape of its result, or for a reduction of its argument."""
+    """What it iterates over: the shape of its result, or the shape of its argument for a reduction."""
     flops: int
     convolves: bool
     dtype: torch.dtype | None
     expensive_elements: int
-    """Elements that take a transcendental function or a random number."""
+    """Elements that need a transcendental function or a random number."""
     traffic_bytes: int
-    """Bytes moved beyond ``read``, ``written`` and what it makes."""
+    """Bytes moved in addition to ``read``, ``written`` and the storages that it allocates."""
 
     @classmethod
     def of(cls, node: fx.Node, alias_sets: AliasSets) -> NodeFact:
@@ -112,7 +112,7 @@ class NodeFact:
 
 
 def _reduction_kind(node: fx.Node, shape: Shape) -> Kind:
-    """ROWS when what is reduced are the trailing dimensions and something is left."""
+    """ROWS if it reduces trailing dimensions and other dimensions remain; otherwise COLUMNS."""
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if type(dims) is int:
         dims = [dims]

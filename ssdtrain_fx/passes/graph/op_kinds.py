@@ -1,7 +1,7 @@
-"""What a call target says about the cost of its calls: how it is fused, how it computes, what it writes.
+"""What a call target says about the cost of its calls: how it is fused, what it computes, what it writes.
 
-Matrix products, convolutions and attention have FLOPs, from ``torch.utils.flop_counter``. The lists of names below
-follow torch's ops and how Inductor lowers them; an op that nobody knows is a kernel of its own.
+FLOPs are counted for matrix products, convolutions and attention, with ``torch.utils.flop_counter``. The lists of names
+below follow torch's ops and how Inductor lowers them. An unknown op is a separate kernel.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ flop_counter = cast(Any, _flop_counter)  # untyped
 
 
 class Kind(enum.Enum):
-    FREE = "takes no time: inputs, views, symbols, the marker, our ops"
+    FREE = "takes no time: inputs, views, symbols, the marker, the ops of ssdtrain_fx"
     POINTWISE = "an element of the result depends on few elements of the arguments"
     ROWS = "reduces trailing dimensions"
-    COLUMNS = "reduces others, or all"
+    COLUMNS = "reduces other dimensions, or all"
     KERNEL = "is never fused"
 
 
@@ -40,7 +40,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Ops that Inductor lowers to pointwise code, though they do not carry the tag `pointwise`.
+# Ops that Inductor lowers to pointwise code, although they do not have the tag `pointwise`.
 _POINTWISE_NAMES = _names(
     """
     _low_memory_max_pool_with_offsets _to_copy _unsafe_index _unsafe_masked_index arange avg_pool2d cat
@@ -80,17 +80,17 @@ class Op:
     kind: Kind
     flop_formula: Callable[..., Any] | None = None
     attention_arguments: tuple[int, int] | None = None
-    """Where query and key stand among the arguments, for attention."""
+    """For attention: the positions of query and key among the arguments."""
     written_arguments: tuple[tuple[int, str], ...] = ()
 
     @property
     def looks_up(self) -> bool:
-        """Reads only some rows of its first argument."""
+        """True if it reads only some rows of its first argument."""
         return self.name in _LOOK_UP_NAMES
 
     @property
     def adds_at_indices(self) -> bool:
-        """Adds values to elements all over its result."""
+        """True if it adds values to elements of its result that indices select."""
         return self.name in _ADD_AT_INDICES_NAMES
 
     def is_expensive(self, node: fx.Node) -> bool:
@@ -114,7 +114,7 @@ class Op:
         return int(self.flop_formula(*cast(Any, args), **cast(Any, kwargs), out_val=results))
 
     def attention_elements(self, node: fx.Node) -> int:
-        """Exponentials of the softmax inside attention: one for every query and key."""
+        """Number of exponentials in the softmax of attention: one per pair of query and key."""
         if self.attention_arguments is None:
             return 0
         query, key = (shape_of(cast(fx.Node, node.args[at]).meta.get("val")) for at in self.attention_arguments)
@@ -132,7 +132,7 @@ _ATTENTION_NAMES = _names(
 
 @functools.cache
 def op_of(target: Any) -> Op:
-    """What is known of a call target, also of one that nobody knows."""
+    """What a call target says about its calls. Unknown targets are accepted too."""
     if target is backward_starts or target in OPS:
         return FREE_OP
     if not isinstance(target, _torch_private.OpOverload):
@@ -146,7 +146,7 @@ def op_of(target: Any) -> Op:
         attention = (0, 1) if forward_name == name else (1, 2)
         formula = flop_counter.sdpa_flop if forward_name == name else flop_counter.sdpa_backward_flop
     elif not hasattr(formula, "__wrapped__"):
-        formula = None  # wants real tensors
+        formula = None  # needs real tensors
     tags = target.tags
     if formula is not None:
         kind = Kind.KERNEL

@@ -1,11 +1,11 @@
-"""The four ops as call targets. Passes tell our nodes by target, never by name."""
+"""The four ops of ssdtrain_fx as call targets. Passes identify their nodes by target, never by name."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
-import ssdtrain_fx.runtime.op_contract as _registered  # the names below exist once the ops are registered
+import ssdtrain_fx.runtime.op_contract as _registered  # registers the ops, so that the names below exist
 
 OFFLOAD = torch.ops.ssdtrain.offload.default
 RELEASE = torch.ops.ssdtrain.release.default

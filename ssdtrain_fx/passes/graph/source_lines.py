@@ -1,4 +1,4 @@
-"""Which line of user code made a node."""
+"""The line of user code that a node comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of tensors as numbers: of a symbolic size its hint, of one that depends on data 0."""
+"""Sizes of tensors as numbers: the hint for a symbolic size, 0 for one that depends on data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shape_of(tensor: Any) -> Shape:
 
 
 def touched_bytes(tensor: Any) -> int:
-    """Bytes of the distinct elements: an expanded dimension repeats what is there."""
+    """Bytes of the distinct elements. An expanded dimension repeats elements, so it does not count."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return 0
     count = tensor.dtype.itemsize

@@ -1,21 +1,22 @@
-"""Which of the storages that leave a GPU may stay in host memory, and which go on to the SSD.
+"""Choose which storages offloaded from a GPU stay in host memory, and which go to the SSD.
 
-Belady's rule, for a step that is known before it runs: what is needed again soonest stays nearest (L. A. Belady, "A
-study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966). Forward and backward
-are mirrored, so these are the storages that leave last, whose way to the SSD and back would be in the greatest hurry:
+This is Belady's rule, for a step that is known before it runs: the storages needed again soonest stay closest (L. A.
+Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966). Backward
+mirrors forward, so these are the storages offloaded last, which have the least time for a round trip to the SSD:
 
     budget 16        offload                 reload
-    a   8 MiB           |--- ssd ---------------|         back last
+    a   8 MiB           |--- ssd ---------------|         reloaded last
     b   8 MiB              |--- host --------|
-    c   8 MiB                 |--- host --|               back first
+    c   8 MiB                 |--- host --|               reloaded first
 
-For storages of one size no assignment writes less to the SSD: it is the choice of most intervals of which no more than
-k overlap (M. C. Carlisle, E. L. Lloyd, "On the k-coloring of intervals", Discrete Applied Mathematics 59, 1995). For
-others it is a knapsack problem, and what holds is less. Nothing on the SSD would fit in addition. Where all are away at
-one position, as between forward and backward, less of the budget is left over there than the smallest one on the SSD
-takes, and whatever is on the SSD comes back no sooner than anything on the host of its size or more.
+For storages of equal size, no assignment writes less to the SSD: this selects the most intervals of which at most k
+overlap (M. C. Carlisle, E. L. Lloyd, "On the k-coloring of intervals", Discrete Applied Mathematics 59, 1995). For
+storages of different sizes it is a knapsack problem, and the guarantees are weaker. No storage on the SSD would still
+fit into the tier. If all storages are away at one position, as between forward and backward, the budget left there is
+smaller than the smallest storage on the SSD, and a storage on the SSD is reloaded no sooner than any storage on the
+host of its size or more.
 
-On a CPU there is nothing to assign: host memory is what the storages should leave.
+On a CPU there is nothing to assign, because storages are offloaded to free host memory.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Tier
 
 
 def assign_tiers(absences: Sequence[LiveInterval], *, host_budget_bytes: int) -> dict[int, Tier]:
-    """The tier of every storage, by its index.
+    """Assign a tier to every storage, by its index.
 
     Args:
-        absences: one for each storage that leaves: the host would hold it from ``start``, where it is offloaded, until
-            ``end``, where it is back.
-        host_budget_bytes: what the host tier holds at most, at any position. What is on its way to the SSD needs
-            staging besides.
+        absences: one interval for each offloaded storage. The host would hold it from ``start``, where it is offloaded,
+            until ``end``, where it is reloaded.
+        host_budget_bytes: the most the host tier may hold at any position. Transfers to the SSD need additional
+            staging.
     """
     held_bytes = np.zeros(max((absence.end for absence in absences), default=0), dtype=np.int64)
     tiers: dict[int, Tier] = {}
@@ -49,9 +50,9 @@ def assign_tiers(absences: Sequence[LiveInterval], *, host_budget_bytes: int) ->
 
 
 def fill_host_tier(host: HostTier | None, moved: Iterable[Movable]) -> frozenset[int]:
-    """Which of ``moved`` the host tier holds, by index; none where there is no such tier.
+    """Return the indices of the storages in ``moved`` that the host tier holds. The result is empty without a tier.
 
-    Each is held from its copy out until it is needed again.
+    A storage is held from its copy out until it is needed again.
     """
     if host is None:
         return frozenset()

@@ -14,10 +14,10 @@ from ssdtrain_fx.passes.planning.transfer_problem import Movable, TransferProble
 
 
 def choose_most(problem: TransferProblem, *, max_slowdown: float) -> Choice:
-    """The most bytes that can be away between forward and backward, for at most ``max_slowdown`` of the time.
+    """Offload as many bytes as possible between forward and backward, exposing at most ``max_slowdown`` of the step.
 
-    Where several storages cost the same per byte, those that are away longest come first: in backward, they are needed
-    last. The simulation in the result is that of the graph alone, but its ``exposed_s`` is that of the chain.
+    Among storages that cost the same per byte, those that are out of memory longest come first, because backward needs
+    them last. The simulation in the result is that of the graph alone, but its ``exposed_s`` is that of the chain.
     """
     allowed_s = max_slowdown * problem.step_s
 
@@ -35,7 +35,7 @@ def choose_most(problem: TransferProblem, *, max_slowdown: float) -> Choice:
     in_chain = dataclasses.replace(
         alone,
         exposed_s=exposed_in_chain_s(problem, chosen),
-        # What leaves at the end of forward may do so until the next forward has ended.
+        # A storage that is released at the end of forward has until the end of the next forward to be written.
         release_stall_s={
             movable.idx: 2 * forward_s - alone.start_s[movable.complete]
             for movable in chosen
@@ -47,7 +47,7 @@ def choose_most(problem: TransferProblem, *, max_slowdown: float) -> Choice:
 
 
 def exposed_in_chain_s(problem: TransferProblem, chosen: Sequence[Movable]) -> float:
-    """How much longer each graph of a chain of alike ones takes when ``chosen`` move in each."""
+    """How much longer each graph in a chain of equal graphs takes if ``chosen`` are offloaded in each."""
     hardware = problem.hardware
     sizes = [movable.size_bytes for movable in chosen]
     write_s, read_s = sum(map(hardware.write.transfer_s, sizes)), sum(map(hardware.read.transfer_s, sizes))

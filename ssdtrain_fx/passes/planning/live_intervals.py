@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LiveInterval:
-    """One storage exists while positions ``start <= p < end`` run."""
+    """The storage exists while the nodes at positions ``start <= p < end`` run."""
 
     storage_idx: int
     start: int
@@ -20,7 +20,7 @@ class LiveInterval:
     size_bytes: int
 
     def without(self, release: int, reload: int) -> tuple[LiveInterval, LiveInterval]:
-        """What is left when the storage is away from position ``release`` until position ``reload``."""
+        """The two intervals that remain when the storage is released at ``release`` and reloaded at ``reload``."""
         return (dataclasses.replace(self, end=release), dataclasses.replace(self, start=reload))
 
 
@@ -36,12 +36,12 @@ class MemoryProfile:
 
     @property
     def peak_position(self) -> int:
-        """First position with the peak; 0 for an empty graph."""
+        """The first position at the peak; 0 for an empty graph."""
         return self.live_bytes.index(self.peak_bytes) if self.live_bytes else 0
 
 
 def memory_profile(intervals: Iterable[LiveInterval], num_positions: int) -> MemoryProfile:
-    """Sum of the sizes of all intervals at every position (+bytes at start, -bytes at end, running sum)."""
+    """Sum the sizes of the live intervals at every position: + bytes at the start, - bytes at the end, running sum."""
     change = [0] * (num_positions + 1)
     for interval in intervals:
         change[interval.start] += interval.size_bytes

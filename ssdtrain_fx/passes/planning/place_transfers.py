@@ -1,26 +1,27 @@
-"""Which storages move, and where their releases and reloads stand: the fast planner, on numbers only.
+"""The fast planner: choose which storages to offload, and place their releases and reloads.
 
-1. *Place.* For a given set of storages the clock says when each one has left and when its read has to begin:
+1. *Place.* For a given set of storages, a clock without stalls tells when each one has left and when its read has to
+   begin:
 
-       release   at the first node that starts when the storage has left
-       reload    at the last node that starts early enough for the read to be over in front of the wait; reads are
-                 packed backwards from their waits, so that each is as late as possible
+       release   at the first node that starts after the storage has left
+       reload    at the last node that starts early enough for the read to finish before the wait; reads are packed
+                 backwards from their waits, so that each is as late as possible
 
-   Both positions are the best ones for memory under the channel's order, so a set has one placement at one ``haste``.
-   Haste h places as if the SSD were h times as fast as it is: what is asked for later than the SSD can serve it stalls,
-   and takes less memory. h < 1 leaves time in reserve.
+   Given the order of transfers, no other positions need less memory, so a set has one placement for each ``haste``. The
+   placement assumes an SSD that is ``haste`` times as fast as the real one. Above 1, storages take less memory, but the
+   stream stalls where the SSD cannot keep up. Below 1, time is left in reserve.
 
-2. *Rank.* Storages that relieve the present peak, until it stands where nothing can move. Two orders are tried: latest
-   reuse first (Belady), which is best where the SSD is short of time, and most bytes per second of the compute stream
-   first, which is best where the stream is.
+2. *Rank.* Pick storages that lower the current peak, until no storage can lower it. Two orders are tried. Latest reuse
+   first (Belady) is best where SSD time is scarce. Most bytes per second of compute-stream time first is best where the
+   compute stream is the bottleneck.
 
-3. *Choose.* Take storages in that order, in runs of growing length, and keep what the simulation accepts: within
-   the time allowed, and no higher peak than without it. Where time is short, a local search moves single storages
-   and positions for as long as that lowers the peak. Then drop what does not help the peak.
+3. *Choose.* Add storages in that order, in runs of growing length. Keep a run if the simulation stays within the
+   allowed time and the peak does not rise. Where time is scarce, a local search then changes single storages and
+   positions for as long as the peak falls. Finally, drop storages that do not lower the peak.
 
-Every judgement comes from :func:`~ssdtrain_fx.passes.planning.simulate.simulate`. With n storages and m nodes one simulation is
-O(n log n + m); their number grows with log n, plus at most MAX_REFUSALS for storages that are refused, and what the
-local search may use.
+:func:`~ssdtrain_fx.passes.planning.simulate.simulate` makes every judgement. One simulation of n storages and m nodes
+takes O(n log n + m). The number of simulations grows with log n, plus at most MAX_REFUSALS refused storages, plus the
+tries of the local search.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from ssdtrain_fx.passes.planning.simulate import Simulation, peak_bytes, simulat
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, Placements, TransferProblem
 
 HASTES = (0.8, 1.0, 2.0, 4.0, float("inf"))
-"""Tried in this order. 0.8 leaves a quarter of the transfer time in reserve for what the clock does not know."""
+"""Tried in this order. 0.8 leaves a quarter of the transfer time in reserve for effects that are not simulated."""
 MAX_REFUSALS = 64
 """Storages that may be refused before the planner gives up on the rest. A guess."""
 
 MAX_TRIED_POSITIONS = 300_000
-"""Of the local search: tries times positions. Small graphs are searched well, large ones stay fast. A guess."""
+"""Limit of the local search: tries times positions. Small graphs are searched well, large ones stay fast. A guess."""
 SMALL_PROBLEM = 12
-"""Movables of a problem whose search starts from many places."""
+"""With at most this many movables, the local search also starts from single storages and pairs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """A placement and what the simulation says of it."""
+    """A placement and its simulation."""
 
     placements: dict[int, Placement]
     simulation: Simulation
@@ -67,7 +68,7 @@ def choose_lowest_peak(
     hastes: Iterable[float] = HASTES,
     max_tried_positions: int = MAX_TRIED_POSITIONS,
 ) -> Choice:
-    """The lowest peak whose exposed time is at most ``max_slowdown`` of the step; then the fewest storages for it."""
+    """Find the lowest peak that exposes at most ``max_slowdown`` of the step, with few storages offloaded."""
     allowed_s = max_slowdown * problem.step_s
     found = [
         _grow(problem, ranked, haste, allowed_s=allowed_s, goal_bytes=0) for haste, ranked in _ranks(problem, hastes)
@@ -85,7 +86,7 @@ def choose_lowest_peak(
 
 
 def choose_cheapest(problem: TransferProblem, *, budget_bytes: int, hastes: Iterable[float] = HASTES) -> Choice | None:
-    """The least exposed time whose peak is at most ``budget_bytes``; None where no placement gets there."""
+    """Find the least exposed time with a peak of at most ``budget_bytes``. Return None if no placement reaches it."""
     best: Choice | None = None
     for haste, ranked in _ranks(problem, hastes):
         found = _grow(problem, ranked, haste, allowed_s=float("inf"), goal_bytes=budget_bytes)
@@ -98,22 +99,22 @@ def choose_cheapest(problem: TransferProblem, *, budget_bytes: int, hastes: Iter
 
 
 def choose_all(problem: TransferProblem) -> Choice:
-    """Move everything, whatever it costs."""
+    """Offload every storage, at any cost in time."""
     return _choice(problem, problem.movables, HASTES[0])
 
 
 def floor_bytes(problem: TransferProblem) -> int:
-    """The working-set floor: the peak when everything is away wherever nothing reads it, at any cost in time."""
+    """The working-set floor: the peak when every storage is away wherever it is not needed, at any cost in time."""
     return peak_bytes(problem, _place_filled(problem, problem.movables, float("inf")))
 
 
 def place(
     problem: TransferProblem, chosen: Iterable[Movable], haste: float, *, on_host: Collection[int] = frozenset()
 ) -> dict[int, Placement]:
-    """Release and reload positions of ``chosen``, as if the SSD and the copies were ``haste`` times as fast.
+    """Place the releases and reloads of ``chosen``, as if the SSD and the copies were ``haste`` times as fast.
 
     Args:
-        on_host: which of them the host tier holds, by index.
+        on_host: indices of the storages that the host tier holds.
     """
     chosen = sorted(chosen, key=lambda movable: (movable.complete, movable.idx))
     clock = _Clock.of(problem, chosen)
@@ -129,12 +130,12 @@ def place(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Clock:
-    """When things happen if nothing stalls, with the time of the ops of the chosen storages."""
+    """Times without stalls, including the ops of the chosen storages."""
 
     reached_s: list[float]
-    """When the stream comes to a position, where its transfers may stand ..."""
+    """When the stream reaches each position, before the transfers there."""
     start_s: list[float]
-    """... and when it starts the node behind them."""
+    """When the stream starts the node at each position, after the transfers there."""
 
     @classmethod
     def of(cls, problem: TransferProblem, chosen: Iterable[Movable]) -> _Clock:
@@ -160,7 +161,7 @@ def _place_releases(
     copied_s = written_s = 0.0
     queued = 0
     writes: list[tuple[int, float]] = []
-    """Of each write: bytes queued up to its end, and when it ends."""
+    """For each write: the bytes queued up to and including it, and when it ends."""
     oldest = 0
     for movable in chosen:
         size_bytes, complete = movable.size_bytes, movable.complete
@@ -223,9 +224,9 @@ def _choice(problem: TransferProblem, chosen: Sequence[Movable], haste: float) -
 def _choice_within(
     problem: TransferProblem, chosen: Sequence[Movable], haste: float, *, allowed_s: float, allowed_bytes: int
 ) -> Choice | None:
-    """The same if it exposes no more than ``allowed_s`` and has no higher peak than ``allowed_bytes``; None otherwise.
+    """The same, or None if the exposed time is above ``allowed_s`` or the peak is above ``allowed_bytes``.
 
-    What is refused is mostly refused before it is simulated, which takes the most time.
+    Most choices are refused by their peak. That check comes first, because the simulation takes the most time.
     """
     placements = _place_filled(problem, chosen, haste)
     if peak_bytes(problem, placements) > allowed_bytes:
@@ -237,7 +238,7 @@ def _choice_within(
 def _grow(
     problem: TransferProblem, ranked: Sequence[Movable], haste: float, *, allowed_s: float, goal_bytes: int
 ) -> Choice:
-    """Take storages in the order of their rank for as long as the simulation accepts them."""
+    """Add storages in the order of their rank for as long as the simulation accepts them."""
     chosen: list[Movable] = []
     best = _choice(problem, chosen, haste)
     best_bytes = best.peak_bytes
@@ -262,7 +263,7 @@ def _grow(
 
 
 def _beginnings(problem: TransferProblem, hastes: Iterable[float], *, allowed_s: float) -> Iterable[Choice]:
-    """More places for the local search to start from, in small problems: one or two storages."""
+    """More starting points for the local search in small problems: all sets of one or two storages."""
     if len(problem.movables) > SMALL_PROBLEM:
         return
     for haste, count in itertools.product(hastes, (1, 2)):
@@ -275,9 +276,9 @@ def _beginnings(problem: TransferProblem, hastes: Iterable[float], *, allowed_s:
 def _improve(
     problem: TransferProblem, choice: Choice, *, allowed_s: float, floor: int, tries: int
 ) -> tuple[Choice, int]:
-    """Local search: change one or two storages so that the peak falls, for as long as one can be found.
+    """Local search: change one or a few storages at a time, for as long as that lowers the peak.
 
-    Returns the best choice and how many of the ``tries`` are left.
+    Return the best choice and how many of the ``tries`` are left.
     """
     best, best_bytes = choice, choice.peak_bytes
     improved = True
@@ -298,7 +299,7 @@ def _improve(
 
 
 def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, Placement]]:
-    """Placements that take something out of the peak: asked for later, released earlier, moved, or moved instead."""
+    """Placements with less at the peak: a later reload, an earlier release, one more storage, or an exchange."""
     peak_position = choice.simulation.live_bytes.index(choice.peak_bytes)
     placements = choice.placements
     by_idx = {movable.idx: movable for movable in problem.movables}
@@ -323,7 +324,7 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
         if movable.idx not in placements and movable.earliest_release <= peak_position < movable.wait
     ]
     others.sort(key=lambda movable: (-movable.size_bytes, movable.earliest_release - movable.wait, movable.idx))
-    # The smallest first: they free the most time for the fewest bytes.
+    # Smallest first: they free the most time per byte.
     drops = sorted(chosen, key=lambda movable: (movable.size_bytes, movable.wait - movable.complete, movable.idx))
     for added, dropped in itertools.product(others, _drops(drops)):
         moved = [*(movable for movable in chosen if movable not in dropped), added]
@@ -335,7 +336,7 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
 
 
 def _drops(movables: Sequence[Movable]) -> Iterable[tuple[Movable, ...]]:
-    """Nothing, each one, and each with the one behind it."""
+    """The sets to drop: none, each movable alone, and each with its successor."""
     yield ()
     for movable in movables:
         yield (movable,)
@@ -343,7 +344,7 @@ def _drops(movables: Sequence[Movable]) -> Iterable[tuple[Movable, ...]]:
 
 
 def _thin(problem: TransferProblem, choice: Choice, *, goal_bytes: int, allowed_s: float) -> Choice:
-    """Leave in memory what need not move: soonest reuse first, for as long as the peak stays at ``goal_bytes``."""
+    """Drop storages, soonest reuse first, for as long as the peak stays at or below ``goal_bytes``."""
     chosen = [movable for movable in problem.movables if movable.idx in choice.placements]
     order = sorted(chosen, key=lambda movable: (movable.wait - movable.complete, movable.idx))
     best = choice
@@ -369,7 +370,7 @@ def _thin(problem: TransferProblem, choice: Choice, *, goal_bytes: int, allowed_
 
 
 def _ranks(problem: TransferProblem, hastes: Iterable[float]) -> Iterable[tuple[float, list[Movable]]]:
-    """The orders to try at every haste; equal ones once."""
+    """The orders to try at each ``haste``, without duplicates."""
 
     def latest_reuse(movable: Movable) -> tuple[float, ...]:
         return (movable.earliest_release - movable.wait, -movable.size_bytes, movable.idx)
@@ -393,10 +394,10 @@ def _ranks(problem: TransferProblem, hastes: Iterable[float]) -> Iterable[tuple[
 
 
 def _rank(problem: TransferProblem, waiting: Sequence[Movable], alone: Placements) -> list[Movable]:
-    """Those of ``waiting`` that relieve the peak, in the order in which they do.
+    """The storages of ``waiting`` that lower the peak, in the order in which they do.
 
-    Each one takes its bytes out of the span where it would be away if it had the SSD to itself. The next one is the
-    first whose span covers the present peak.
+    The next storage is always the first whose span covers the current peak. The span is where it would be away if it
+    were the only offloaded storage. Its bytes are then subtracted there.
     """
     profile = problem.kept_live_bytes.copy()
     release = np.array([alone[movable.idx].release for movable in waiting], dtype=np.int64)

@@ -1,8 +1,8 @@
 """The plan: one decision for every storage that is saved for backward, as a plain value.
 
-Nodes are given by name and places by position in the scheduled joint graph without offloads (with the recomputations
-that the plan decides on), so a plan prints, compares and serialises, and the same graph gets the same plan in every
-process.
+A plan refers to nodes by name, and to places by position in the scheduled joint graph. That graph includes the plan's
+recomputations, but not its offloads. A plan can therefore be printed, compared and serialised, and the same graph gets
+the same plan in every process.
 """
 
 from __future__ import annotations
@@ -23,40 +23,43 @@ class Keep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offload:
-    """Move the storage out in forward and back in backward. All four positions mean "right before that node"."""
+    """Offload the storage in forward and reload it in backward. Every position means "right before that node"."""
 
     representative: str
-    """The node that is moved. Every saved view is rebuilt from it."""
+    """The node whose value is offloaded. Every saved view is rebuilt from it."""
     offload: int
     release: int
     reload: int
     wait: int
     out_s: float
-    """Predicted time from offload to release ..."""
+    """Predicted time from offload to release, stalls included. The runtime keeps a storage in memory if it would take
+    longer; the same holds for ``back_s``."""
     back_s: float
-    """... and from reload to wait, stalls included: the runtime keeps in memory what takes longer."""
+    """Predicted time from reload to wait, stalls included."""
     reason: str
     tier: Tier = "ssd"
-    """Where it is in between: on the SSD, or in pinned host memory."""
+    """Where the storage is kept in between: on the SSD, or in pinned host memory."""
     stall_s: float = 0.0
-    """Of both, what the compute stream waits: the runtime allows as much, and little more."""
+    """The part of ``out_s`` and ``back_s`` in which the compute stream stalls. The runtime allows this much, and little
+    more."""
     idle_bytes: int | None = None
-    """How much memory of earlier reloads may lie idle from this one to the next, without a higher peak. None: any."""
+    """How much unused memory of earlier reloads the engine may keep from this reload to the next one without raising
+    the peak. None: any amount."""
 
     @property
     def placement(self) -> Placement:
-        """What of it the simulation asks for."""
+        """The part of the decision that the simulation takes."""
         return Placement(self.release, self.reload, self.tier)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recompute:
-    """Forget the storage in forward and make it again in backward."""
+    """Free the storage in forward and recompute it in backward."""
 
     nodes: tuple[str, ...]
-    """What runs again."""
+    """The nodes that run again."""
     sources: tuple[str, ...]
-    """Saved storages that it reads, by name; these are kept, offloaded or made again themselves."""
+    """Names of the saved storages that these nodes read. Each of them is itself kept, offloaded or recomputed."""
     reason: str
 
 
@@ -66,28 +69,28 @@ PlannedDecision = Keep | Offload | Recompute
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """What is known about one saved storage, and what happens to it."""
+    """A storage that is saved for backward, and the decision about it."""
 
     name: str
-    """Its allocator: the node, and for a multi-output op the one that exposes it."""
+    """The node that allocates it; for a multi-output op, the node that exposes it."""
     saved_nodes: tuple[str, ...]
-    """The saved tensors on this storage; several when views of it are saved."""
+    """The saved tensors on this storage. There are several if views of it are saved."""
     op: str
     shape: tuple[str, ...]
-    """Sizes as text, since they can be symbols."""
+    """Sizes as text, because they can be symbols."""
     dtype: str
     device: str
     size_bytes: int
     is_input: bool
-    """A parameter, a buffer or data that the caller passes in."""
+    """Whether it is a parameter, a buffer or data that the caller passes in."""
     source: str
-    """Line of user code that made it, or an empty string."""
+    """The line of user code that created it, or an empty string."""
     decision: PlannedDecision
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
-    """Where memory is highest, and what lives there."""
+    """Where memory use peaks, and which storages are live there."""
 
     size_bytes: int
     position: int
@@ -95,16 +98,16 @@ class Peak:
     """The node that runs there."""
     phase: Literal["forward", "backward"]
     source: str
-    """Line of user code behind that node, or an empty string."""
+    """The line of user code that the node comes from, or an empty string."""
     largest: tuple[tuple[str, int], ...]
-    """The largest storages that live there: name and bytes, largest first."""
+    """The largest live storages: name and bytes, largest first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """Decisions for a training step and what they are predicted to do.
+    """The decisions for a training step and their predicted effect.
 
-    Peaks count the storages that the joint graph itself allocates: no parameters, no inputs. Times are seconds of one
+    Peaks count the storages that the joint graph itself allocates, without parameters and inputs. Times are seconds per
     step on the hardware that the plan was made for.
     """
 
@@ -112,20 +115,20 @@ class Plan:
     peak_before: Peak
     peak_after: Peak
     floor_bytes: int
-    """Working-set floor: no choice and no placement of offloads has a lower peak."""
+    """The working-set floor: no choice or placement of offloads has a lower peak."""
     step_s: float
-    """Without offloading and recomputation."""
+    """Time of the step without offloading and recomputation."""
     exposed_s: float
-    """What they add to it."""
+    """Time that offloading and recomputation add to the step."""
     recompute_s: float
-    """Of that, the time of what runs again."""
+    """The part of ``exposed_s`` that recomputation takes."""
     read_s: float
-    """How long the SSD is busy reading, and writing."""
+    """How long the SSD is busy with reads; ``write_s``: with writes."""
     write_s: float
     host_peak_bytes: int = 0
-    """Pinned host memory that the host tier holds at most."""
+    """The most pinned host memory that the host tier holds."""
     stall_s: float = 0.0
-    """Of ``exposed_s``, what the compute stream waits for the SSD, and for copies that run beside it."""
+    """The part of ``exposed_s`` in which the compute stream waits for the SSD, or for copies that run beside it."""
 
     @property
     def peak_before_bytes(self) -> int:
@@ -150,12 +153,12 @@ class Plan:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes that leave in forward; the same number comes back in backward."""
+        """Bytes that are offloaded in forward and reloaded in backward."""
         return sum(storage.size_bytes for storage in self.offloaded)
 
     @property
     def on_host(self) -> tuple[SavedStorage, ...]:
-        """Those of the offloaded storages that get no further than pinned host memory."""
+        """The offloaded storages that stay in pinned host memory."""
         return tuple(
             storage
             for storage in self.storages
@@ -164,11 +167,11 @@ class Plan:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes written to the SSD in forward; as many are read in backward, or served from staging."""
+        """Bytes written to the SSD in forward. As many are read in backward or served from staging."""
         return self.offloaded_bytes - sum(storage.size_bytes for storage in self.on_host)
 
     def to_json(self) -> str:
-        """Stable text: the same plan gives the same bytes."""
+        """Serialise to JSON. Equal plans give equal bytes."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod

@@ -1,12 +1,15 @@
-"""Ask for storages earlier, and let them go later, where that costs neither memory at the peak nor time.
+"""Move reloads earlier and releases later, where that raises neither the peak nor the exposed time.
 
-The planner places reads as late and releases as early as the rates of the profile allow, which is best at the peak.
-Elsewhere memory is free, and a disk that is slower than its profile for a while would stall the step for nothing::
+The planner places reloads as late and releases as early as the profile's rates allow, which is best at the peak.
+Elsewhere memory is available, and a disk that is briefly slower than its profile would stall the step needlessly::
 
-    planned    |-------- n4 |reload a| n5 |wait a| ...        read takes as long as n5, if all goes well
-    reserved   |reload a| n4 -------- n5 |wait a| ...         and now it may take twice as long
+    planned    |-------- n4 |reload a| n5 |wait a| ...        the read may take as long as n5
+    reserved   |reload a| n4 -------- n5 |wait a| ...         the read may take twice as long
 
-Guarantees: the peak is no higher, nothing more is exposed, and reads and releases keep their order.
+Releases are moved later and reloads earlier, so that a disk at a quarter of the rate would still keep up, while memory
+there stays below 80 % of the peak. If that raises the peak or the exposed time, half of the rate is tried.
+
+Guarantees: the peak and the exposed time do not rise, and reads and releases keep their order.
 """
 
 from __future__ import annotations
@@ -21,17 +24,18 @@ from ssdtrain_fx.passes.planning.simulate import ROUNDING, simulate
 from ssdtrain_fx.passes.planning.transfer_problem import Placement, TransferProblem
 
 RESERVES = (0.25, 0.5)
-"""Shares of its rate at which the SSD would still be in time, tried in this order. Guesses: hiccups of twice the time
-are common on shared machines, and more than four times the time is no hiccup."""
+"""Shares of its rate at which the SSD would still keep up, tried in this order. Guesses: on shared machines, hiccups
+that double the time are common; more than four times the time is not a hiccup."""
 
 ROOM_SHARE = 0.8
-"""Of the peak; a reserve fills memory up to here. A compiler orders kernels a little differently than planned: with
-1.0, GPT-2 took 1.22 of the planned peak, with 0.9 BERT took 1.11, and with 0.8 GPT-2 took 1.02 (resident memory by
-``ssdtrain-fx bench``, ``max_slowdown`` 0.03 and 0.04, 12 layers, hidden 384, batch 8 x 512, 2026-11-22)."""
+"""The share of the peak up to which reserves may fill memory. A compiler orders kernels slightly differently than
+planned: with 1.0, GPT-2 used 1.22 times the planned peak, with 0.9 BERT used 1.11, and with 0.8 GPT-2 used 1.02
+(resident memory by ``ssdtrain-fx bench``, ``max_slowdown`` 0.03 and 0.04, 12 layers, hidden 384, batch 8 x 512,
+2026-11-22)."""
 
 
 def reserve_time(problem: TransferProblem, choice: Choice) -> Choice:
-    """``choice`` with other releases and reloads."""
+    """Return ``choice`` with later releases and earlier reloads."""
     movables = [movable for movable in problem.movables if movable.idx in choice.placements]
     on_host = {idx for idx, placement in choice.placements.items() if placement.tier == "host"}
     for reserve in RESERVES:
@@ -47,12 +51,12 @@ def reserve_time(problem: TransferProblem, choice: Choice) -> Choice:
 
 
 def _towards(problem: TransferProblem, choice: Choice, wanted: dict[int, Placement]) -> dict[int, Placement]:
-    """Every position of ``choice`` moved as far towards the ``wanted`` one as memory allows."""
+    """Move every position of ``choice`` as far towards the ``wanted`` one as memory allows."""
     placements = dict(choice.placements)
     size_bytes = {movable.idx: movable.size_bytes for movable in problem.movables}
     live_bytes = np.array(choice.simulation.live_bytes, dtype=np.int64)
     room_bytes = int(ROOM_SHARE * choice.peak_bytes) - live_bytes
-    # What is asked for first comes first: it is nearest to the peak, and may need the reserve most.
+    # The earliest reload is handled first: it is closest to the peak and most likely to need the reserve.
     before = problem.marker
     for idx in sorted(placements, key=lambda idx: (placements[idx].reload, size_bytes[idx], idx)):
         now = placements[idx]
@@ -69,7 +73,7 @@ def _towards(problem: TransferProblem, choice: Choice, wanted: dict[int, Placeme
 
 
 def _first_with_room(room_bytes: NDArray[np.int64], first: int, last: int, size_bytes: int) -> int:
-    """The first position from which on there is room until ``last``. Takes it."""
+    """Find the first position with room from there to ``last``, and take the room."""
     if first >= last:
         return last
     full = np.flatnonzero(room_bytes[first:last] < size_bytes)
@@ -79,7 +83,7 @@ def _first_with_room(room_bytes: NDArray[np.int64], first: int, last: int, size_
 
 
 def _last_with_room(room_bytes: NDArray[np.int64], first: int, last: int, size_bytes: int) -> int:
-    """The last position until which there is room from ``first`` on. Takes it."""
+    """Find the last position with room from ``first`` to there, and take the room."""
     if last <= first:
         return first
     full = np.flatnonzero(room_bytes[first:last] < size_bytes)

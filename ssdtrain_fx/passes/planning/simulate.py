@@ -1,20 +1,21 @@
-"""Run a placement on the clock: one compute stream, a write channel, a read channel, copies, staging and memory.
+"""Simulate a placement: one compute stream, a write channel, a read channel, copies, staging and memory.
 
-A discrete-event simulation. Events happen where their nodes stand; between them only the channels work:
+This is a discrete-event simulation. Events happen at the positions of their nodes; between events only the channels
+make progress:
 
     compute   n0 |offload a| n1 | n2 |release a| ...          | reload a | n7 | wait a (stall) | n8
     write              [==== a ====]                          :
     read                                                      :      [======= a =======]
 
-- A storage has *left* when its last byte is in staging, and its memory may be reused then. Staging gives room as the
-  SSD takes bytes from it, so far behind the SSD the copy out is as slow as the SSD.
-- Writes go first in, first out. What of them is left when backward begins shares the SSD with the reads:
-  each direction keeps ``share_when_both`` of its rate.
-- A storage that is asked for while it is still in staging is served from there and not read.
-- What is in the host tier stays in staging from its copy out until its copy in is over, and leaves less of it to the
-  writes. It takes its turn among the copies out, which all share one channel; its copy in waits for no read.
+- A storage has *left* when its last byte is in staging. Its memory may then be reused. Writes free staging, so once
+  staging is full, copies out are only as fast as the SSD.
+- Writes are first in, first out. Writes that remain when backward begins share the SSD with the reads: each direction
+  keeps ``share_when_both`` of its rate.
+- A storage that is reloaded while it is still in staging is copied from there and not read.
+- A storage in the host tier occupies staging from its copy out until its copy in has finished, which leaves less
+  staging to the writes. All copies out share one channel and take turns; a copy in does not wait for reads.
 
-The result is a function of the placement alone: no clock, no random numbers.
+The result depends on the problem and the placement alone. No real clock and no random numbers are used.
 """
 
 from __future__ import annotations
@@ -36,13 +37,12 @@ ChannelName = Literal["write", "read", "staging", "copy_out", "copy_in"]
 
 NUM_STEPS = len(Step)
 ROUNDING = 1e-9
-"""Share of the step by which sums of seconds may differ."""
-"""Share of the step that sums of seconds in another order may differ by, at the very most."""
+"""Upper bound, as a share of the step, on how much a sum of seconds depends on the order of its terms."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """What one of our ops takes of the compute stream: a copy, the call itself, or a stall."""
+    """Time of the compute stream that one inserted op takes: a copy, the call itself, or a stall."""
 
     idx: int
     """The storage."""
@@ -53,8 +53,8 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transfer:
-    """One storage on one channel. ``staging`` is a reload that never reached the SSD, ``copy_out`` and ``copy_in`` are
-    the ways of the host tier."""
+    """One storage on one channel. ``staging`` is a reload that is served from staging instead of the SSD. ``copy_out``
+    and ``copy_in`` are the copies of the host tier."""
 
     idx: int
     channel: ChannelName
@@ -64,31 +64,31 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a placement costs and what it reaches."""
+    """The predicted time and memory of a step with a placement."""
 
     live_bytes: tuple[int, ...]
-    """At every position."""
+    """Live bytes at every position."""
     start_s: tuple[float, ...]
-    """When the node at every position starts."""
+    """Start time of the node at every position."""
     step_s: float
     exposed_s: float
-    """What the step takes longer than without any transfer: stalls and the time of the ops themselves."""
+    """Time that transfers and recomputation add to the step: stalls, the ops themselves, and nodes that run again."""
     release_stall_s: Mapping[int, float]
     wait_stall_s: Mapping[int, float]
-    """By storage; storages without a stall are left out."""
+    """Stalls by storage. Storages without a stall are left out."""
     write_busy_s: float
     read_busy_s: float
     forwarded_bytes: int
-    """Served from staging, never read."""
+    """Bytes that are served from staging and never read."""
     staging_peak_bytes: int
-    """On the way to the SSD, and in the host tier."""
+    """Peak of staging in use: by writes and by the host tier."""
     host_peak_bytes: int
-    """In the host tier alone."""
+    """Peak of the host tier alone."""
     events: tuple[Event, ...]
-    """In the order of the compute stream; empty unless they were to be recorded."""
+    """In the order of the compute stream. Empty unless ``record`` was set."""
     transfers: tuple[Transfer, ...]
-    """Writes in their order, then reads in theirs, then the copies of the host tier; empty unless they were to be
-    recorded."""
+    """All writes in order, then all reads in order, then the copies of the host tier. Empty unless ``record`` was
+    set."""
 
     @property
     def peak_bytes(self) -> int:
@@ -100,13 +100,13 @@ class Simulation:
 
 
 def simulate(problem: TransferProblem, placements: Placements, *, record: bool = False) -> Simulation:
-    """Run the step once with the storages in ``placements`` moved.
+    """Simulate one step in which the storages in ``placements`` are offloaded.
 
     Args:
-        record: tell every event and every transfer too; the planner, which simulates often, asks for neither.
+        record: also record every event and every transfer. The planner, which simulates often, does without.
 
     Raises:
-        ValueError: the host tier is asked to hold more than its budget.
+        ValueError: the placements put more into the host tier than its budget.
     """
     found = simulate_within(problem, placements, allowed_s=math.inf, record=record)
     assert found is not None
@@ -116,7 +116,7 @@ def simulate(problem: TransferProblem, placements: Placements, *, record: bool =
 def simulate_within(
     problem: TransferProblem, placements: Placements, *, allowed_s: float, record: bool = False
 ) -> Simulation | None:
-    """The same if it exposes at most ``allowed_s``; None, as soon as that is known, if it exposes more."""
+    """Simulate, and return None as soon as the exposed time is known to exceed ``allowed_s``."""
     if problem.recompute_s + sum(_blocked_s(problem, placements)) > allowed_s + ROUNDING * problem.step_s:
         return None
     give_up_s = allowed_s - problem.recompute_s + ROUNDING * problem.step_s
@@ -133,7 +133,7 @@ def simulate_within(
     node_s = problem.node_s
     for at, step, movable in _events(problem, placements):
         if at > position:
-            # The nodes in front of this event run one after the other.
+            # All nodes before this event run one after the other.
             start_s += itertools.accumulate(node_s[position:at], initial=now)
             now = start_s.pop()
             position = at
@@ -189,19 +189,19 @@ def simulate_within(
 
 
 def _blocked_s(problem: TransferProblem, placements: Placements) -> Iterator[float]:
-    """What moving takes of the compute stream even if nothing stalls."""
+    """Compute-stream time of each offloaded storage without stalls."""
     for movable in problem.movables:
         if movable.idx in placements:
             yield problem.blocks_out_s(movable.size_bytes) + problem.blocks_in_s(movable.size_bytes)
 
 
 def live_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, ...]:
-    """Live bytes at every position when the storages in ``placements`` are moved."""
+    """Live bytes at every position when the storages in ``placements`` are offloaded."""
     return tuple(_live_bytes(problem, placements).tolist())
 
 
 def peak_bytes(problem: TransferProblem, placements: Placements) -> int:
-    """Their maximum, in less time."""
+    """The maximum of :func:`live_bytes`, computed faster."""
     return int(_live_bytes(problem, placements).max(initial=0))
 
 
@@ -221,7 +221,7 @@ def _live_bytes(problem: TransferProblem, placements: Placements) -> NDArray[np.
 
 
 def host_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, ...]:
-    """What the host tier holds at every position: all of it where backward begins."""
+    """Bytes that the host tier holds at every position. All its storages are there where backward begins."""
     change = [0] * (len(problem.node_s) + 1)
     for movable in problem.movables:
         placement = placements.get(movable.idx)
@@ -246,55 +246,56 @@ def _events(problem: TransferProblem, placements: Placements) -> list[tuple[int,
             (placement.reload, Step.RELOAD_AT_ONCE if needed_at_once else Step.RELOAD, movable),
             (movable.wait, Step.WAIT, movable),
         )
-    # The sort is stable: equal keys stay in the order of the movables, as insert_offloads has it.
+    # The sort is stable: equal keys keep the order of the movables, as in insert_offloads.
     events.sort(key=_place_in_order)
     return events
 
 
 def _place_in_order(event: tuple[int, Step, Movable]) -> int:
-    """One number is compared faster than two."""
+    """The sort key as one number, which is compared faster than a pair."""
     return event[0] * NUM_STEPS + event[1]
 
 
 class _Channels:
-    """The SSD, staging and the copies: when is a storage out, when is it back?
+    """The SSD, staging and the copies. They determine when a storage has left and when it is reloaded.
 
-    The write queue is counted in seconds of work that an undisturbed SSD needs for it.
+    The write queue is measured as work: the seconds that an SSD without reads needs for it.
     """
 
     def __init__(self, problem: TransferProblem) -> None:
         self._hardware: Hardware = problem.hardware
         self._host = problem.host
         self._queued_bytes = [0]
-        """Of every write: all bytes queued up to its end ..."""
+        """Bytes queued up to and including each write."""
         self._queued_s = [0.0]
-        """... and all work."""
+        """Work queued up to and including each write."""
         self._turn_of: dict[int, int] = {}
-        """Place of a storage in these lists."""
+        """Index of each storage in these lists."""
         self._written_s = 0.0
-        """Work that is done ..."""
+        """Work done by ``_written_until_s``."""
         self._written_until_s = 0.0
-        """... by this time."""
+        """The time up to which writes are simulated."""
         self._progress = [(0.0, 0.0)]
-        """Moments and the work done by then; between two of them it goes on evenly."""
+        """Points (time, work done by then). Work proceeds at a constant rate between two points."""
         self._copied_s = 0.0
-        """When the last copy out is over ..."""
+        """When the last copy out finishes."""
         self._copied_in_s = 0.0
-        """... and the last copy in of the host tier."""
+        """When the last copy in of the host tier finishes."""
         self._read_s = 0.0
         self.write_busy_s = 0.0
         self.read_busy_s = 0.0
         self.forwarded_bytes = 0
         self.staging_peak_bytes = 0
         self.host_bytes = 0
-        """Held by the host tier. Everything that leaves does so before anything comes back."""
+        """Bytes held by the host tier. It never shrinks, because all offloads come before all reloads."""
         self.reads: list[tuple[int, ChannelName, float, float]] = []
         self.copies: list[tuple[int, ChannelName, float, float]] = []
 
     def write(self, movable: Movable, begin_s: float, end_s: float) -> float:
-        """Put a storage into the write queue. Returns when it has left its tensor.
+        """Add a storage to the write queue. Return the time at which it has left its tensor.
 
-        The compute stream spends ``begin_s`` to ``end_s`` on it; where copies run beside compute, they only start then.
+        The offload takes the compute stream from ``begin_s`` to ``end_s``. Copies that run beside compute start at
+        ``end_s``.
         """
         hardware, size_bytes = self._hardware, movable.size_bytes
         self._write_until(begin_s)
@@ -306,25 +307,25 @@ class _Channels:
         return self._copy_out(size_bytes, end_s)
 
     def stage(self, movable: Movable, begin_s: float, end_s: float) -> float:
-        """Put a storage into the host tier; otherwise as :meth:`write`."""
+        """Add a storage to the host tier. Arguments and result are those of :meth:`write`."""
         host, size_bytes = self._host, movable.size_bytes
         self._write_until(begin_s)
         self.host_bytes += 0 if host is None else host.held_bytes(size_bytes)
         if host is None or self.host_bytes > host.budget_bytes:
-            found = f"no host tier, but storage {movable.idx} in it" if host is None else f"{self.host_bytes} in {host}"
-            raise ValueError(f"a placement is for another problem: {found}.")
+            found = f"no host tier for storage {movable.idx}" if host is None else f"{self.host_bytes} bytes in {host}"
+            raise ValueError(f"the placements do not fit this problem: {found}.")
         copied_s = self._copy_out(size_bytes, end_s)
         copy_s = 0.0 if self._hardware.copies_block_compute else self._hardware.copy_out.transfer_s(size_bytes)
         self.copies.append((movable.idx, "copy_out", copied_s - copy_s, copied_s))
         return copied_s
 
     def _copy_out(self, size_bytes: int, at_s: float) -> float:
-        """Returns when a storage has been copied to staging: after those before it, and as there is room."""
+        """Return the time at which a storage is in staging: after all earlier copies, and once staging has room."""
         hardware = self._hardware
         copied_s = at_s
         if not hardware.copies_block_compute:
             copied_s = max(self._copied_s, at_s) + hardware.copy_out.transfer_s(size_bytes)
-        # Of what was ever queued, no more may be missing on the SSD than there is room for beside the host tier.
+        # The bytes that are queued but not yet written must fit into staging beside the host tier.
         room_bytes = max(0, hardware.staging_bytes - self.host_bytes)
         missing_s = self._work_s(self._queued_bytes[-1] - room_bytes) - self._written_s
         if missing_s > 0:
@@ -335,7 +336,7 @@ class _Channels:
         return copied_s
 
     def unstage(self, movable: Movable, at_s: float) -> float:
-        """Copy a storage back from the host tier. Returns when it is back."""
+        """Reload a storage from the host tier. Return the time at which the copy has finished."""
         hardware = self._hardware
         begin_s = max(at_s, self._copied_in_s)
         copy_s = 0.0 if hardware.copies_block_compute else hardware.copy_in.transfer_s(movable.size_bytes)
@@ -344,7 +345,7 @@ class _Channels:
         return self._copied_in_s
 
     def read(self, movable: Movable, at_s: float) -> float:
-        """Put a storage into the read queue. Returns when it is back."""
+        """Add a storage to the read queue. Return the time at which it is reloaded."""
         hardware, size_bytes = self._hardware, movable.size_bytes
         begin_s = max(at_s, self._read_s)
         self._write_until(begin_s)
@@ -364,7 +365,7 @@ class _Channels:
         return self._read_s
 
     def writes(self) -> Iterator[Transfer]:
-        """When every write begins and ends, once all have been queued."""
+        """When each write begins and ends. Call it after all writes have been queued."""
         rest_s = self._queued_s[-1] - self._written_s
         progress = [*self._progress, (self._written_until_s + rest_s, self._queued_s[-1])]
         done_s = [work_s for _, work_s in progress]
@@ -376,13 +377,13 @@ class _Channels:
 
         for idx, turn in self._turn_of.items():
             first_s, last_s = self._queued_s[turn - 1], self._queued_s[turn]
-            # The last moment at which all writes before it were done, and the first at which it is done itself.
+            # A write begins at the last moment with only the earlier writes done, and ends when it is done itself.
             begins = min(bisect.bisect_right(done_s, first_s), len(progress) - 1)
             ends = max(1, bisect.bisect_left(done_s, last_s))
             yield Transfer(idx, "write", moment(first_s, begins), moment(last_s, ends))
 
     def _write_until(self, now_s: float) -> None:
-        """Let the writes go on, with the SSD to themselves, until ``now_s``."""
+        """Continue the writes until ``now_s``, without reads on the SSD."""
         if now_s > self._written_until_s:
             busy_s = min(self._queued_s[-1] - self._written_s, now_s - self._written_until_s)
             self._written_s = min(self._queued_s[-1], self._written_s + now_s - self._written_until_s)
@@ -390,7 +391,7 @@ class _Channels:
             self._written_until_s = now_s
 
     def _work_s(self, byte_count: int) -> float:
-        """Work until that many of all bytes are written."""
+        """Work until ``byte_count`` of the queued bytes are written."""
         turn = bisect.bisect_left(self._queued_bytes, byte_count)
         return self._queued_s[turn] - (self._queued_bytes[turn] - byte_count) / self._hardware.write.bytes_per_s
 

@@ -1,44 +1,47 @@
 """The lowest peak that any placement can reach within a slowdown, by mixed-integer programming (HiGHS).
 
-For small graphs, to judge planners by; it is no planner for every day.
+It is meant for judging planners on small graphs, not for everyday planning.
 
     minimise    peak
     such that   peak >= live bytes at every position
                 a storage is away only when the clock allows it
                 the step takes at most (1 + max_slowdown) * step_s
 
-The clock is that of :mod:`ssdtrain_fx.passes.planning.simulate`, with each of its rules kept or made weaker, never stronger:
+The clock follows the rules of :mod:`ssdtrain_fx.passes.planning.simulate`. Each rule is kept or relaxed, never
+tightened:
 
-    offload, reload   take ``blocks_out_s`` and ``blocks_in_s`` of the compute stream; steps at one position have the
-                      same order as there
-    write             the SSD writes in the order of ``complete``, and may begin when the offload is reached
-    release           stalls until the storage has left: it is copied, one copy after the other, and all but the last
-                      ``staging_bytes`` of what was offloaded so far are on the SSD (weaker: and their latencies, for
-                      as many storages as staging can hold)
-    read              a read has the SSD to itself; it begins when its reload is reached (weaker: behind
-                      ``blocks_in_s``); reads may interrupt each other, the one that is waited for first goes first
-                      (weaker: in the order of ``reload``)
-    forwarding        what is asked for so soon that it may still be in staging, had all storages been offloaded and
-                      every read slowed the writes down, needs no read (weaker: what really is there)
+    offload, reload   Take ``blocks_out_s`` and ``blocks_in_s`` of the compute stream. Ops at one position have the same
+                      order as in the simulation.
+    write             Writes run in the order of ``complete``. A write may begin when its offload is reached.
+    release           Stalls until the storage has left: it is copied, one copy at a time, and all but the last
+                      ``staging_bytes`` of the bytes offloaded so far are on the SSD.
+                      Relaxed: the write latencies of as many storages as fit into staging are not counted.
+    read              A read has the SSD to itself and begins when its reload is reached. The read with the earliest
+                      wait goes first, and may interrupt another one.
+                      Relaxed: the simulation reads after ``blocks_in_s``, and in the order of ``reload``.
+    forwarding        A storage needs no read if it may still be in staging when it is reloaded. This assumes that all
+                      storages are offloaded and that reads always slow down the writes.
+                      Relaxed: in the simulation it must really be in staging.
 
-So ``lower_bound_bytes`` bounds the peak of everything that the simulation allows, and the placements found here may
-need more time there. How much is for the caller to simulate: where they fit as well, they are optimal for it.
+Hence ``lower_bound_bytes`` is a lower bound for every placement that the simulation allows. The placements found here
+may take longer in the simulation. The caller has to simulate them: if they stay within the time there too, they are
+optimal.
 
-Storage k has one 0-1 variable per slot: in forward "released by this slot", in backward "still away in this slot". They
-make every transfer condition a sum of bytes, so that the relaxation is already near the optimum:
+Storage k has one 0-1 variable per slot: in forward "released by this slot", in backward "still away in this slot". With
+them, every transfer condition is a sum of bytes, so the relaxation is already close to the optimum:
 
     bytes released by slot p, offloaded from j on     <=  write rate * time from j to p  +  staging
     bytes away at p that are waited for until q       <=  read rate  * time from p to q
 
-Not every position is a slot. Call h[p] the live bytes at p with everything in memory, and floor the peak with
-everything away wherever it may be, which no placement gets under.
+Not every position is a slot. Let h[p] be the live bytes at p without offloading. Let floor be the peak with every
+storage away wherever it can be; no placement has a lower peak.
 
-* Unless h[p] > max(h[p - 1], floor), all releases in front of p can as well stand in front of p + 1: the bytes at p are
-  then at most those at p - 1, or floor, and a release that comes later never stalls for longer.
-* Unless h[p - 1] > max(h[p], floor), all reloads in front of p can as well stand in front of p - 1, but for those that
-  are waited for at p: the same argument backwards. Node p starts no later for it, and the reads begin earlier.
-* Between two positions where a storage can start, leave, come back or end, only the fixed bytes change: the one with
-  the most of them stands for all.
+* Unless h[p] > max(h[p - 1], floor), all releases before p can be moved before p + 1. The bytes at p are then at most
+  those at p - 1, or floor, and a later release never stalls for longer.
+* Unless h[p - 1] > max(h[p], floor), all reloads before p can be moved before p - 1, except those whose wait is at p.
+  This is the same argument in reverse: node p starts no later, and the reads begin earlier.
+* Between two positions where a storage can start, leave, be reloaded or end, only the fixed bytes change. The position
+  with the most fixed bytes represents all others.
 """
 
 from __future__ import annotations
@@ -57,30 +60,30 @@ from ssdtrain_fx.passes.planning.simulate import ROUNDING
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, Placements, TransferProblem
 
 SCALE = 1000.0
-"""The step and the highest peak are this long in the program: far from the tolerance of the solver, 1e-6."""
+"""The program scales the step and the highest peak to this number, far above the solver's tolerance of 1e-6."""
 TOLERANCE = 1e-7
-"""Relative; steps and peaks that are nearer than that count as equal."""
+"""Relative. Steps and peaks that differ by less count as equal."""
 
 Term = tuple[int | None, float]
-"""(variable, coefficient); no variable stands for 0."""
+"""(variable, coefficient). The term of variable None is 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExactSolution:
-    """The best placements that were found, and how much better others could be."""
+    """The best placements found, and how far they can be from the optimum."""
 
     placements: Placements
     peak_bytes: int
     step_s: float
-    """On the clock of this module, with every transfer as early as possible."""
+    """By the clock of this module, with every transfer as early as possible."""
     lower_bound_bytes: int
     """No placement has a lower peak."""
     gap: float
     """(peak - lower bound) / peak."""
     proven: bool
-    """Whether the gap is at most the one that was asked for."""
+    """Whether the gap is at most the requested one."""
     slots: int
-    """Positions that got variables."""
+    """Number of positions with variables."""
 
 
 def solve_exactly(
@@ -91,13 +94,14 @@ def solve_exactly(
     relative_gap: float = 0.005,
     compress: bool = True,
 ) -> ExactSolution:
-    """Placements with the lowest peak whose step takes at most ``(1 + max_slowdown) * step_s``.
+    """Find the placements with the lowest peak whose step takes at most ``(1 + max_slowdown) * step_s``.
 
-    When the time is over the best ones so far are returned, at worst none at all: to keep everything is always allowed.
+    At the time limit, the best placements so far are returned. In the worst case nothing is offloaded, which is always
+    allowed.
 
     Args:
-        time_limit_s: for the search; building the program and the last linear program come on top.
-        compress: False gives every position its variables. The optimum is the same; for tests.
+        time_limit_s: limits the search. Building the program and the final linear program take additional time.
+        compress: False gives every position its own variables. The optimum is the same; this is for tests.
     """
     peak_bytes = max(_live_bytes(problem), default=0)
     slots = _find_slots(problem, compress=compress)
@@ -132,12 +136,12 @@ def solve_exactly(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Slots:
-    """Where something may stand, and where memory is looked at."""
+    """The positions where ops may be placed, and where the live bytes are constrained."""
 
     release_at: tuple[int, ...]
     """The last one is the marker."""
     reload_at: tuple[int, ...]
-    """A reload may also stand at its wait."""
+    """A reload may also be placed at its wait."""
     memory_at: tuple[int, ...]
     keep_all_bytes: tuple[int, ...]
     floor_bytes: int
@@ -206,18 +210,18 @@ class _Away:
     movable: Movable
     release_at: tuple[int, ...]
     released: tuple[int, ...]
-    """Variables "released at release_at[i] or before"; the last one says that it is moved at all."""
+    """Variables "released at release_at[i] or before". The last one tells whether the storage is offloaded at all."""
     reload_at: tuple[int, ...]
     """The last one is the wait."""
     still_away: tuple[int, ...]
-    """Variables "reloaded behind reload_at[i]"; none for the wait."""
+    """Variables "reloaded after reload_at[i]". There is none for the wait."""
 
     @property
     def moved(self) -> int:
         return self.released[-1]
 
     def at(self, position: int, marker: int) -> int | None:
-        """The variable that says whether the storage is away at ``position``; None where it never is."""
+        """The variable that tells whether the storage is away at ``position``, or None if it never is."""
         if position <= marker:
             slot = bisect.bisect_right(self.release_at, position)
             return self.released[slot - 1] if slot else None
@@ -228,7 +232,7 @@ class _Away:
 
 
 class _Program:
-    """Variables and rows. Every row says that a sum of terms is at least a number. Times are in ``unit_s``."""
+    """Variables and rows. Each row requires a sum of terms to be at least a number. Times are in ``unit_s``."""
 
     def __init__(self, problem: TransferProblem, max_slowdown: float, slots: _Slots) -> None:
         self.problem = problem
@@ -245,7 +249,7 @@ class _Program:
         self._unit_s = (problem.step_s or 1.0) / SCALE
         self._unit_bytes = (max(slots.keep_all_bytes, default=0) or 1) / SCALE
         self._clock = [0.0, *itertools.accumulate(seconds / self._unit_s for seconds in problem.node_s)]
-        """When every position is reached without transfers."""
+        """When each position is reached without transfers."""
         self._slack = (max_slowdown + TOLERANCE) * self._clock[-1]
         self._head_start = self._find_staging_head_start()
 
@@ -260,7 +264,7 @@ class _Program:
     def slot_count(self) -> int:
         return len(self._slots.release_at) + len({p for away in self._away for p in away.reload_at})
 
-    # -- what is asked -------------------------------------------------------------------------------------------------
+    # -- solving -------------------------------------------------------------------------------------------------------
 
     def solve(self, *, time_limit_s: float, relative_gap: float) -> _Found:
         result = self._run(
@@ -277,7 +281,7 @@ class _Program:
         return _Found(values, bound * self._unit_bytes)
 
     def placements(self, values: Sequence[float]) -> Placements:
-        """What the 0-1 variables say."""
+        """Convert the 0-1 variables to placements."""
         placements: dict[int, Placement] = {}
         for away in self._away:
             if values[away.moved] > 0.5:
@@ -287,7 +291,7 @@ class _Program:
         return placements
 
     def shortest_step_s(self, values: Sequence[float]) -> float:
-        """Time of the step with the 0-1 variables as they are, and no transfer later than necessary."""
+        """Time of the step with the 0-1 variables fixed and every transfer as early as possible."""
         lower, upper = list(self._lower), list(self._upper)
         for variable, is_integer in enumerate(self._is_integer):
             if is_integer:
@@ -309,7 +313,7 @@ class _Program:
         rows: Any = sparse.csr_array(
             (self._coefficient, (self._row_of, self._column_of)), shape=(len(self._at_least), len(lower))
         )
-        # The types of scipy say float where its documentation says array.
+        # scipy's type stubs say float where its documentation says array.
         at_least: Any = np.array(self._at_least)
         variable_bounds: Any = (np.array(lower), np.array(upper))
         bounds = optimize.Bounds(*variable_bounds)
@@ -322,7 +326,7 @@ class _Program:
             options=options,
         )
 
-    # -- its parts -----------------------------------------------------------------------------------------------------
+    # -- building ------------------------------------------------------------------------------------------------------
 
     def _add_variable(self, lower: float, upper: float, *, is_integer: bool = False) -> int:
         self._lower.append(lower)
@@ -355,7 +359,7 @@ class _Program:
         return _Away(movable, release_at, released, reload_at, still_away)
 
     def _can_have_left(self, movable: Movable, position: int) -> bool:
-        """Whether the storage can be gone by ``position`` if it is the only one that moves."""
+        """Whether the storage can have left by ``position`` if it is the only one offloaded."""
         least = max(self._blocks_out(movable) + self._copy_out(movable), self._write(movable) - self._head_start)
         return least <= self._clock[position] - self._clock[movable.complete] + self._slack
 
@@ -370,10 +374,10 @@ class _Program:
             self._add_row(terms, self._slots.keep_all_bytes[position] / self._unit_bytes)
 
     def _add_stream(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Two times per position: in forward before and after the offloads, in backward before and after the waits.
+        """Add two times per position: before and after its offloads in forward, before and after its waits in backward.
 
-        Stalls of releases come before the former, or, where release and offload stand at one position, before the
-        latter. Reloads that are not waited for at once take their time behind the latter.
+        A release stalls before the first of them, or before the second if its offload is at the same position. A reload
+        whose wait is at a later position takes its time after the second.
         """
         marker, num_positions = self.problem.marker, len(self.problem.node_s)
         completes = {away.movable.complete for away in self._away}
@@ -405,7 +409,7 @@ class _Program:
         return before, after
 
     def _add_writes(self) -> None:
-        """A release stands behind the time at which its storage has left."""
+        """A release ends only after its storage has left."""
         marker = self.problem.marker
         latest = self._clock[marker] + self._slack
         staging_is_scarce = sum(self._write(away.movable) for away in self._away) > self._head_start
@@ -413,7 +417,7 @@ class _Program:
         written_before: int | None = None
         for idx, away in enumerate(self._away):
             movable, moved = away.movable, away.moved
-            # Behind the offloads that stand at the same position in front of it.
+            # Earlier offloads at the same position come first.
             begins: list[Term] = [(self._before[movable.complete], -1.0)]
             for other in self._away[:idx]:
                 if other.movable.complete == movable.complete:
@@ -435,7 +439,7 @@ class _Program:
                 stream = self._after if position == movable.complete else self._before
                 latest_start = latest - self._clock[position]
                 self._add_row([(stream[position], 1.0), (left, -1.0), (released, -latest_start)], -latest_start)
-        # The same in bytes: implied by the rows above for whole storages, and much stronger for parts of them.
+        # The same in bytes. The rows above imply this for integer values; for fractional values it is much stronger.
         for position in self._slots.release_at:
             for first, away in enumerate(self._away):
                 if away.movable.complete > position:
@@ -449,7 +453,7 @@ class _Program:
                         self._add_row([*time, *terms], -extra)
 
     def _add_reads(self) -> None:
-        """A wait stands behind every read that goes before it: those not begun at p, and waited for until q."""
+        """A wait at q ends after all reads that have not begun at p and whose waits are at q or before."""
         marker = self.problem.marker
         by_wait = sorted(self._away, key=lambda away: away.movable.wait)
         forwarded_until = {away.movable.idx: self._may_be_forwarded_until(away.movable) for away in by_wait}
@@ -470,7 +474,7 @@ class _Program:
                     self._add_row([(self._after[wait], 1.0), (start, -1.0), *terms])
 
     def _may_be_forwarded_until(self, movable: Movable) -> int:
-        """The last position where the storage can still be in staging; the marker if there is none."""
+        """The last position where the storage can still be in staging, or the marker if there is none."""
         marker = self.problem.marker
         unwritten, latest = 0.0, 0.0
         for other in reversed(self.problem.movables):
@@ -489,7 +493,7 @@ class _Program:
         return self._units(self.problem.hardware.read.transfer_s(movable.size_bytes))
 
     def _copy_out(self, movable: Movable) -> float:
-        """Of the copy that runs beside compute."""
+        """Duration of a copy that runs beside compute."""
         hardware = self.problem.hardware
         if hardware.copies_block_compute:
             return 0.0
@@ -502,11 +506,11 @@ class _Program:
         return self._units(self.problem.blocks_in_s(movable.size_bytes))
 
     def _units(self, duration_s: float) -> float:
-        """What can never fit into the step takes just too long: huge coefficients would blind the solver."""
+        """Convert seconds to ``unit_s``, capped at more than any step allows: huge coefficients hurt the solver."""
         return min(duration_s / self._unit_s, 2 * (self._clock[-1] + self._slack) + self._head_start)
 
     def _find_staging_head_start(self) -> float:
-        """How long before the end of its write a storage may have left: the work for all that staging can hold."""
+        """How long before the end of its write a storage may have left: the time to write all of staging."""
         hardware = self.problem.hardware
         sums = itertools.accumulate(sorted(movable.size_bytes for movable in self.problem.movables))
         most_storages = sum(size_bytes <= hardware.staging_bytes for size_bytes in sums)

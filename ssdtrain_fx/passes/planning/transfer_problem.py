@@ -1,23 +1,23 @@
-"""What is to be decided, in numbers only: the graph is gone, positions, seconds and bytes remain.
+"""The planning problem as plain numbers: positions, seconds and bytes, without the graph.
 
-The planner, the simulation and the exact solver all speak about this one value, so that they solve the same problem.
+The planner, the simulation and the exact solver all take this value, so they all solve the same problem.
 
-Time. Node p of the scheduled joint graph takes ``node_s[p]`` seconds on one compute stream. Everything in front of
-``marker`` is forward. Of a moved storage
+Time. Node p of the scheduled joint graph takes ``node_s[p]`` seconds on one compute stream. All nodes before ``marker``
+are forward. An offloaded storage has four ops:
 
-    offload   stands at ``complete``: it takes ``blocks_out_s`` of the compute stream, and the write may begin
-    release   stands at ``release`` in ``[earliest_release, marker]``; the stream stalls there until it has left: its
-              last byte is in staging, and all but the last ``staging_bytes`` of what was offloaded are written
-    reload    stands at ``reload`` in ``[marker + 1, wait]``: it takes ``blocks_in_s``, then the read may begin
-    wait      stands at ``wait``; the stream stalls there until the storage is back
+    offload   at ``complete``: takes ``blocks_out_s`` of the compute stream; the write may then begin
+    release   at ``release`` in ``[earliest_release, marker]``: the stream stalls until the storage has left: its last
+              byte is in staging, and all but the last ``staging_bytes`` of the bytes offloaded so far are written
+    reload    at ``reload`` in ``[marker + 1, wait]``: takes ``blocks_in_s`` of the stream; the read may then begin
+    wait      at ``wait``: the stream stalls until the storage is reloaded
 
-Writes run one after the other in the order of ``complete``, reads in the order of ``reload``.
+Writes run one at a time in the order of ``complete``, reads in the order of ``reload``.
 
-A storage of the host tier stays in staging: it has left when it is copied there, is neither written nor read, and a
-copy brings it back. Meanwhile there is less staging for the others.
+A storage in the host tier stays in staging. It has left once it is copied there, it is neither written nor read, and a
+copy reloads it. Until then, less staging is available to the other storages.
 
-Memory. A storage is live in ``[start, end)``; a moved one in ``[start, release)`` and ``[reload, end)``.
-``fixed_live_bytes`` counts every storage that cannot move.
+Memory. A storage is live in ``[start, end)``; an offloaded one in ``[start, release)`` and ``[reload, end)``.
+``fixed_live_bytes`` counts every storage that cannot be offloaded.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ from numpy.typing import NDArray
 from ssdtrain_fx.hardware import Hardware
 
 Tier = Literal["ssd", "host"]
-"""Where a storage is while it is away."""
+"""Where a storage is kept between its release and its reload."""
 
 
 class Step(enum.IntEnum):
-    """What may stand at one position, in this order.
+    """The ops that may be inserted at one position, in their order.
 
-    A release makes room before the next offload, unless it is the release of that very offload. A storage that is
-    needed at once is asked for before anything is waited for; every other reload comes after the waits, which have made
-    room for it.
+    A release frees memory before the next offload, unless it belongs to that offload. A reload whose wait is at the
+    same position comes before all waits. Every other reload comes after the waits, which have made room for it.
     """
 
     RELEASE = 0
@@ -56,7 +55,7 @@ class Step(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Movable:
-    """One storage that may leave memory between forward and backward. All positions mean "right before that node"."""
+    """A storage that may be offloaded. Every position means "right before that node"."""
 
     idx: int
     """Index of its alias set."""
@@ -64,7 +63,7 @@ class Movable:
     start: int
     complete: int
     earliest_release: int
-    """Behind its last read in forward."""
+    """Right after its last read in forward."""
     wait: int
     """Its first read in backward."""
     end: int
@@ -72,15 +71,15 @@ class Movable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HostTier:
-    """Staging that storages may stay in."""
+    """The part of staging in which storages may stay instead of going to the SSD."""
 
     budget_bytes: int
-    """Held at most at any position; what is on its way to the SSD and back needs staging besides."""
+    """The most it may hold at any position. Transfers to and from the SSD need additional staging."""
     chunk_bytes: int = 1
-    """Staging is given out in pieces of this size."""
+    """Staging is allocated in chunks of this size."""
 
     def held_bytes(self, size_bytes: int) -> int:
-        """What a storage of ``size_bytes`` takes of the budget: whole pieces."""
+        """Bytes of the budget that a storage of ``size_bytes`` takes: whole chunks."""
         return -(-size_bytes // self.chunk_bytes) * self.chunk_bytes
 
 
@@ -88,7 +87,7 @@ class HostTier:
 class TransferProblem:
     """Everything that a placement depends on.
 
-    What many placements of one problem share is computed once (for that it has no ``__slots__``).
+    Values that all placements of a problem share are cached. The class has no ``__slots__`` for that reason.
     """
 
     node_s: tuple[float, ...]
@@ -98,28 +97,28 @@ class TransferProblem:
     """In the order of ``complete``; ties by idx."""
     hardware: Hardware
     recompute_s: float = 0.0
-    """What recomputation has added to ``node_s``; it is exposed time, as stalls are."""
+    """Time that recomputation adds to ``node_s``. It counts as exposed time, as stalls do."""
     host: HostTier | None = None
-    """None: everything that leaves goes to the SSD."""
+    """None: every offloaded storage goes to the SSD."""
 
     @functools.cached_property
     def step_s(self) -> float:
-        """Time of the step when nothing is moved or recomputed."""
+        """Time of the step without offloading and recomputation."""
         return sum(self.node_s) - self.recompute_s
 
     @functools.cached_property
     def elapsed_s(self) -> tuple[float, ...]:
-        """When every node starts, and the last one ends, if nothing is moved."""
+        """Start time of every node, then the end of the last one, without offloading."""
         return tuple(itertools.accumulate(self.node_s, initial=0.0))
 
     @functools.cached_property
     def node_seconds(self) -> NDArray[np.float64]:
-        """``node_s`` as an array. Nobody may write to it."""
+        """``node_s`` as an array. Read-only: it is shared."""
         return np.array(self.node_s, dtype=np.float64)
 
     @functools.cached_property
     def kept_live_bytes(self) -> NDArray[np.int64]:
-        """Live bytes at every position with everything in memory. Nobody may write to it."""
+        """Live bytes at every position without offloading. Read-only: it is shared."""
         change = [0] * (len(self.node_s) + 1)
         for movable in self.movables:
             change[movable.start] += movable.size_bytes
@@ -128,19 +127,19 @@ class TransferProblem:
         return np.array(self.fixed_live_bytes, dtype=np.int64) + np.array(moving, dtype=np.int64)
 
     def blocks_out_s(self, size_bytes: int) -> float:
-        """Compute-stream time of one offload and its release, stalls not included."""
+        """Compute-stream time of one offload and its release, without stalls."""
         hardware = self.hardware
         return hardware.offload_s + (hardware.copy_out.transfer_s(size_bytes) if hardware.copies_block_compute else 0.0)
 
     def blocks_in_s(self, size_bytes: int) -> float:
-        """Compute-stream time of one reload and its wait, stalls not included."""
+        """Compute-stream time of one reload and its wait, without stalls."""
         hardware = self.hardware
         return hardware.reload_s + (hardware.copy_in.transfer_s(size_bytes) if hardware.copies_block_compute else 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the release and the reload of one storage stand, and where it is in between."""
+    """The positions of a storage's release and reload, and where it is kept in between."""
 
     release: int
     reload: int
@@ -148,4 +147,4 @@ class Placement:
 
 
 Placements = Mapping[int, Placement]
-"""By :attr:`Movable.idx`; a storage that is not in it stays in memory."""
+"""Keyed by :attr:`Movable.idx`. A storage without an entry stays in memory."""

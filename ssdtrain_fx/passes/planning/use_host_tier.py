@@ -1,15 +1,15 @@
-"""Let the host tier hold what is needed soonest, where that is no worse than the SSD for everything.
+"""Keep the storages needed soonest in the host tier, unless the plan with the SSD alone is better.
 
     staging of 40                          offload                 reload
-    a  16 MiB   written, and read          |--- ssd ---------------|         back last
+    a  16 MiB   written and read           |--- ssd ---------------|         reloaded last
     b  16 MiB   stays in staging              |--- host --------|
-    c  16 MiB   stays in staging                 |--- host --|               back first
+    c  16 MiB   stays in staging                 |--- host --|               reloaded first
 
-A storage in the host tier is neither written nor read, so the SSD has time for others, and a copy brings it back sooner
-than a read: its reload stands later, where there is less in memory. But it takes staging away from the writes, which
-may hold up a release, and a shorter write queue serves fewer reloads from staging. So nothing is taken for granted:
-shares of the budget are filled by Belady's rule (``assign_tiers``) and placed again, the simulation judges each, and
-what has a higher peak or more exposed time than the plan without the tier is dropped.
+A storage in the host tier is neither written nor read, so the SSD has more time for others. A copy is faster than a
+read, so its reload can be placed later, where less memory is in use. On the other hand, it takes staging from the
+writes, which may delay a release, and a shorter write queue serves fewer reloads from staging. Therefore several shares
+of the budget are filled by Belady's rule (``assign_tiers``), and the storages are placed again. Each result is
+simulated, and is dropped if its peak or its exposed time is higher than without the tier.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ssdtrain_fx.passes.planning.simulate import ROUNDING, simulate
 from ssdtrain_fx.passes.planning.transfer_problem import Placement, TransferProblem
 
 SHARES = (1.0, 0.5, 0.25)
-"""Of the budget, tried one after the other: the rest is left to the writes. A guess."""
+"""Shares of the budget to try, in this order. The rest is left to the writes. A guess."""
 
 
 def use_host_tier(
     problem: TransferProblem, choice: Choice, *, may_move_others: bool = False, time_first: bool = False
 ) -> Choice:
-    """The best choice with no higher peak and no more exposed time than ``choice``; that one, if none is better.
+    """Return the best choice whose peak and exposed time are no higher than those of ``choice``, or ``choice`` itself.
 
-    The best one has the lowest peak, and then the fewest bytes on the SSD.
+    The best choice has the lowest peak, and among equals the fewest bytes on the SSD.
 
     Args:
-        choice: without a host tier.
-        may_move_others: not only the storages that ``choice`` moves. One more run of the planner without its local
-            search, at one haste.
-        time_first: the best one has the least exposed time.
+        choice: a choice without a host tier.
+        may_move_others: also try storages that ``choice`` does not offload. This runs the planner once more, at one
+            ``haste`` and without its local search.
+        time_first: rank by exposed time before the peak.
     """
     if problem.host is None or not choice.placements:
         return choice
@@ -57,11 +57,11 @@ def use_host_tier(
         return (round(one.simulation.exposed_s, 6), *ranked) if time_first else ranked
 
     not_worse = [one for one in found if one.peak_bytes <= choice.peak_bytes and one.simulation.exposed_s <= allowed_s]
-    return min((choice, *not_worse), key=rank)  # the first one of equals
+    return min((choice, *not_worse), key=rank)  # the first among equals
 
 
 def _arrange(problem: TransferProblem, choice: Choice) -> Iterable[tuple[dict[int, Placement], float]]:
-    """The storages of ``choice`` with the tier filled, and the haste: where it has them, and placed again."""
+    """Placements of the storages of ``choice`` with the tier filled: at their old positions, and placed again."""
     assert problem.host is not None
     moved = [movable for movable in problem.movables if movable.idx in choice.placements]
     tiers = [dataclasses.replace(problem.host, budget_bytes=int(share * problem.host.budget_bytes)) for share in SHARES]

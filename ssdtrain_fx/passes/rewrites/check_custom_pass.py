@@ -1,11 +1,14 @@
-"""Check what a pass of the user returns: what later passes and AOTAutograd rely on.
+"""Check the graph that a user's pass returns.
 
-Whether the graph still computes the same is not checked: :mod:`ssdtrain_fx.testing` is for that.
+The checks cover what later passes and AOTAutograd rely on:
 
-- It is a well-formed ``ScheduledJointGraph`` with one ``backward_starts()``.
-- It takes the same arguments, and returns as many outputs and gradients, of the same shapes, dtypes and devices.
-- No node in forward reads what only backward has, such as tangents.
-- New nodes have ``meta["val"]``, from which storages and sizes are known.
+- it is a well-formed ``ScheduledJointGraph`` with one ``backward_starts()``
+- it takes the same arguments, and returns the same number of outputs and gradients with the same shapes, dtypes and
+  devices
+- no node in forward reads an input that exists only in backward, such as a tangent
+- new nodes have ``meta["val"]``, which gives their storages and sizes
+
+They do not cover whether the graph still computes the same. :mod:`ssdtrain_fx.testing` tests that.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from ssdtrain_fx.passes.graph.joint_graph import JointPass, ScheduledJointGraph,
 def checked(custom_pass: JointPass) -> JointPass:
     """``custom_pass``, which raises PassError where it returns a graph that cannot be compiled.
 
-    The message names the pass and the node. The graph that is returned has what backward reads of forward as ``saved``.
+    The message names the pass and the node. ``saved`` of the returned graph is what backward reads.
     """
 
     def run(joint: ScheduledJointGraph) -> ScheduledJointGraph:
@@ -32,7 +35,7 @@ def checked(custom_pass: JointPass) -> JointPass:
         without_value = {node for node in joint.graph.nodes if "val" not in node.meta}
         returned = custom_pass(joint)
         if not isinstance(returned, ScheduledJointGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
-            _fail(custom_pass, f"returned {returned!r}; expected the ScheduledJointGraph")
+            _fail(custom_pass, f"returned {returned!r}; expected a ScheduledJointGraph")
         return _check(custom_pass, returned, before, without_value)
 
     return run
@@ -40,7 +43,7 @@ def checked(custom_pass: JointPass) -> JointPass:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Interface:
-    """What a joint graph takes and returns, in words."""
+    """The arguments and results of a joint graph, as text."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -58,11 +61,11 @@ def _check(
 ) -> ScheduledJointGraph:
     markers = joint.graph.find_nodes(op="call_function", target=backward_starts)
     if len(markers) != 1:
-        _fail(custom_pass, f"left {len(markers)} backward_starts() in the graph; expected one")
+        _fail(custom_pass, f"returned a graph with {len(markers)} backward_starts(); expected one")
     try:
         joint.graph.lint()
     except (RuntimeError, ValueError) as error:
-        _fail(custom_pass, f"left a graph that is not well-formed: {error}")
+        _fail(custom_pass, f"returned a graph that is not well-formed: {error}")
     after = _Interface.of(joint)
     for what in ("inputs", "outputs", "gradients"):
         found, expected = getattr(after, what), getattr(before, what)
@@ -76,10 +79,12 @@ def _check(
         foreign = set(node.all_input_nodes).intersection(joint.backward_inputs)
         if in_forward and foreign:
             _fail(
-                custom_pass, f"lets {node.name} in forward read {', '.join(map(str, foreign))}, which only backward has"
+                custom_pass, f"makes {node.name} in forward read {', '.join(map(str, foreign))}, an input of backward"
             )
         if "val" not in node.meta and node not in without_value and node.op == "call_function":
-            _fail(custom_pass, f"left {node.name} without meta['val']; give it the value of what it stands for")
+            _fail(
+                custom_pass, f"left {node.name} without meta['val']; set it to the value of the node that it replaces"
+            )
     joint.gm.recompile()
     return dataclasses.replace(joint, saved=find_saved(joint))
 

@@ -1,20 +1,20 @@
-"""Save a copy of a small view, where the view alone would hold a large storage until backward.
+"""Save a copy of a small view, if saving the view itself would keep a large storage until backward.
 
     before   h = addmm(...)               # f32[8, 197, 384]  2.3 MiB
-             token = select(h, 1, 0)      # f32[8, 384], a view: saved for backward, and h with it
+             token = select(h, 1, 0)      # f32[8, 384], a view: saving it for backward keeps h
              backward_starts()
              gw = mm(gy, token)
 
     after    h = addmm(...)
              token1 = clone(select(h, 1, 0))   # 12 KiB
-             token = select(h, 1, 0)      # h dies behind its last read in forward
+             token = select(h, 1, 0)      # h dies after its last read in forward
              backward_starts()
              gw = mm(gy, token1)
 
-The copy stands right behind the storage, which is complete there because nobody writes it. Behind the view it could be
-too late: views that only backward reads stand at the end of forward.
+The copy is made right after the storage is allocated. The storage is complete there, because no op writes to it later.
+A copy right after the view could be too late, because views that only backward reads are at the end of forward.
 
-The copy keeps the order of the view's strides, so whatever views the view also views the copy.
+The copy keeps the order of the view's strides, so every view of the view can also be taken from the copy.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, find_saved
 
 MIN_PARTS = 4
 MIN_SAVED_BYTES = 1 << 16
-"""A guess: below that, a kernel more is not worth it."""
+"""A guess: below this size, an additional kernel does not pay off."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Copy:
-    """One saved view to be copied, and the saved views that can be taken from the copy."""
+    """A saved view to copy, and the saved views that can be taken from the copy."""
 
     path: Sequence[fx.Node]
-    """The views from the first tensor of the storage to the one that is copied, which is the last."""
+    """From the first tensor of the storage to the view that is copied, which is the last node."""
     taken: Mapping[fx.Node, Sequence[fx.Node]]
-    """The views that lead from the copied one to every other saved one."""
+    """For every other saved view, the views that lead to it from the copied one."""
 
 
 def copy_out_views(
@@ -54,12 +54,12 @@ def copy_out_views(
     min_parts: int = MIN_PARTS,
     min_saved_bytes: int = MIN_SAVED_BYTES,
 ) -> ScheduledJointGraph:
-    """Rewrite ``joint.gm`` in place, and return it with what is saved now. Where no copy pays, nothing changes.
+    """Rewrite ``joint.gm`` in place, and return ``joint`` with ``saved`` updated. If no copy pays, nothing changes.
 
     Args:
         min_tensor_bytes: storages smaller than this are no candidates.
-        min_parts: copy when all saved views of a storage together are at most this part of it: 4 means a quarter.
-        min_saved_bytes: and when at least this much is freed.
+        min_parts: copy if the copies of a storage's views take at most this fraction of it: 4 means a quarter ...
+        min_saved_bytes: ... and if at least this much memory is freed.
     """
     alias_sets = find_alias_sets(joint.graph)
     candidates = find_candidates(
@@ -89,14 +89,14 @@ def copy_out_views(
 
 
 def _find_copies(candidate: Candidate, alias_sets: AliasSets, positions: Mapping[fx.Node, int]) -> list[_Copy] | None:
-    """One for each saved view that cannot be taken from another saved view; None when a view cannot be copied."""
+    """One copy for each saved view that cannot be taken from another. None if a view cannot be copied."""
     storage = candidate.storage
     first = storage.members[0]
     if any("as_strided" in str(node.target) for node in storage.holders):
-        return None  # it means places in the storage, and a copy has others
+        return None  # its offsets refer to the storage, and the layout of a copy is different
     copies: list[_Copy] = []
     taken: set[fx.Node] = set()
-    for node in candidate.saved_nodes:  # a view comes after what it views: in graph order roots come first
+    for node in candidate.saved_nodes:  # in graph order, a view comes after its base
         path = view_path(node, first, storage, alias_sets)
         if node in taken:
             continue
@@ -118,7 +118,7 @@ def _find_copies(candidate: Candidate, alias_sets: AliasSets, positions: Mapping
 
 
 def _has_no_overlap(node: fx.Node) -> bool:
-    """An expanded view is smaller than its copy. Sizes that depend on data may overlap."""
+    """Whether no stride is 0: the copy of an expanded view would be larger. Data-dependent strides count as 0."""
     value: torch.Tensor = node.meta["val"]
     try:
         return all(map(_torch_private.size_hint, value.stride()))
@@ -168,7 +168,7 @@ def _insert(
 
 
 def _update_views_in_backward(candidate: Candidate, alias_sets: AliasSets, in_backward: set[fx.Node]) -> None:
-    """What backward views lies on the copy now, in other strides."""
+    """Update the values of views in backward: they view the copy now, which has different strides."""
     for node in candidate.storage.holders:
         if node in in_backward:
             node.meta["val"] = fake_result(node)

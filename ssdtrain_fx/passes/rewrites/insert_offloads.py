@@ -1,4 +1,4 @@
-"""Insert the four nodes of every offloaded storage at the positions that the plan names.
+"""Insert the four nodes of every offloaded storage at the positions given by the plan.
 
     before   a = gelu(h)                                 # f32[8, 512, 1536]  24 MiB  saved for backward
              y = mm(a, w)
@@ -6,19 +6,19 @@
              gw = mm(gy, a)
 
     after    a = gelu(h)
-             t = offload(a)                              # starts to leave
+             t = offload(a)                              # starts the copy and the write
              y = mm(a, w)
-             t1 = release(t, a)                          # a is alive until here, and free from here on
+             t1 = release(t, a)                          # a is live until here; its memory can be reused afterwards
              backward_starts()
-             r = reload(t1, [8, 512, 1536], ...)         # allocated here, starts to come back
-             a1 = wait(r, [8, 512, 1536], ...)           # the data is there
+             r = reload(t1, [8, 512, 1536], ...)         # allocates the tensor and starts the read
+             a1 = wait(r, [8, 512, 1536], ...)           # the data is complete
              gw = mm(gy, a1)
 
-Saved views of one storage are rebuilt behind the wait by running their view ops again on the reloaded tensor.
+Saved views of a storage are rebuilt after the wait: their view ops run again on the reloaded tensor.
 
-Every read of ``a1`` is a read of what ``wait`` returned: order is data flow. (A ``wait`` that only wrote into its
-argument would leave the order to the compiler's bookkeeping of mutations, and Inductor 2.13 loses that when it aligns
-the loops of fused CPU kernels: the fused kernel then runs before the wait, and gradients are wrong without an error.)
+Every read of ``a1`` reads the result of ``wait``, so data flow alone determines the order. If ``wait`` only wrote into
+its argument, the order would depend on the compiler's tracking of mutations. Inductor 2.13 loses it when it aligns the
+loops of fused CPU kernels: the fused kernel then runs before the wait, and gradients are wrong without an error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ssdtrain_fx.passes.planning.transfer_problem import Step
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Chain:
-    """The nodes of one storage that exist so far."""
+    """The nodes of one storage that have been inserted so far."""
 
     candidate: Candidate
     source: fx.Node
@@ -65,17 +65,17 @@ def insert_offloads(
     link: str = "",
     order_reloads: bool = False,
 ) -> ScheduledJointGraph:
-    """Rewrite ``joint`` in place so that it executes ``plan``. A plan that keeps everything changes nothing.
+    """Rewrite ``joint`` in place so that it executes ``plan``. A plan without offloads changes nothing.
 
     Args:
-        candidates: those that the plan was made from.
-        engine: what the ops are told about the engine (``EngineConfig.to_argument()``).
-        link: names the graph where it is one of a chain. Then a release at the end of forward does not wait.
-        order_reloads: tell each offload the turn of its reload in backward, from 0 on: for devices whose engine reads
-            ahead into staging.
+        candidates: the candidates that the plan was made from.
+        engine: the engine's configuration, as the ops take it (``EngineConfig.to_argument()``).
+        link: the name of the graph if it is part of a chain. A release at the end of forward then does not wait.
+        order_reloads: pass the position of its reload in backward, from 0 on, to each offload. This is for devices
+            whose engine reads ahead into staging.
 
     Raises:
-        InternalError: the plan does not belong to this graph.
+        InternalError: the plan was made for another graph.
     """
     sources = {
         candidate.representative.name: candidate for candidate in candidates if candidate.representative is not None
@@ -85,7 +85,7 @@ def insert_offloads(
         if isinstance(storage.decision, Offload):
             if storage.name not in sources or storage.decision.representative != storage.name:
                 moved = storage.decision.representative
-                raise InternalError(f"the plan moves {moved!r} for {storage.name!r}; the graph does not save that.")
+                raise InternalError(f"the plan is for another graph: it offloads {moved!r} for {storage.name!r}.")
             decisions[storage.name] = storage.decision
     positions = joint.positions()
     nodes = list(joint.graph.nodes)
@@ -120,7 +120,7 @@ def insert_offloads(
             if step is Step.OFFLOAD:
                 _insert_offload(joint.graph, chain, symbols, engine, link, is_first=chain is first)
             elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
-                # What comes from outside may be written to out there once forward is over: it has to leave before.
+                # An input may be written to outside the graph once forward has returned, so it has to leave before.
                 own = not chain.candidate.storage.is_input
                 late = own and bool(link) and nodes[position] is joint.marker
                 _insert_release(joint.graph, chain, late=late, own=own)
@@ -140,7 +140,7 @@ def _insert_offload(
     value = _value(source)
 
     def as_arguments(numbers: Sequence[int | torch.SymInt], read: OpOverload) -> list[int | fx.Node]:
-        """Backward gets symbols from forward: the symbol itself, or what forward reads off the tensor."""
+        """Backward gets symbols from forward: the symbol itself, or the number that forward reads from the tensor."""
         arguments: list[int | fx.Node] = []
         for dim, number in enumerate(numbers):
             if isinstance(number, int):
@@ -155,11 +155,11 @@ def _insert_offload(
 
     chain.size = as_arguments(value.shape, torch.ops.aten.sym_size.int)
     chain.stride = as_arguments(value.stride(), torch.ops.aten.sym_stride.int)
-    # The compiler that picks the layout of the source fills in its strides.
+    # The strides are empty here. The compiler fills them in when it chooses the layout of the source.
     arguments: tuple[Argument, ...] = (source, [], source.name, engine, chain.decision.out_s, chain.decision.back_s)
     if link:
         arguments += (link, chain.candidate.storage.is_input)
-    # By name: they are what a reader of the graph looks for, and few offloads have them.
+    # As keywords: a reader of the graph looks for these, and few offloads have them.
     keywords: dict[str, Argument] = {"host": True} if chain.decision.tier == "host" else {}
     if chain.reload_order is not None:
         keywords["reload_order"] = chain.reload_order
@@ -172,7 +172,7 @@ def _insert_offload(
 
 
 def _expression(symbol: Any) -> object:
-    """What two symbols of the same size have in common."""
+    """The expression of a symbol. Symbols of the same size have equal expressions."""
     return symbol.node.expr
 
 
@@ -186,7 +186,7 @@ def _insert_release(graph: fx.Graph, chain: _Chain, *, late: bool, own: bool) ->
 
 def _insert_reload(graph: fx.Graph, chain: _Chain) -> None:
     room = chain.decision.idle_bytes
-    # Only for CPU tensors does the engine keep memory.
+    # The engine keeps unused memory for CPU tensors only.
     keywords: dict[str, Argument] = {}
     if room is not None and _value(chain.source).device.type == "cpu":
         keywords["idle_bytes"] = room
@@ -195,7 +195,7 @@ def _insert_reload(graph: fx.Graph, chain: _Chain) -> None:
 
 
 def _insert_wait(graph: fx.Graph, chain: _Chain, alias_sets: AliasSets) -> dict[fx.Node, fx.Node]:
-    """Returns what stands for every saved tensor from here on."""
+    """Insert the wait and rebuild the saved views. Return the replacement of every saved tensor."""
     value = _value(chain.source)
     reloaded = graph.call_function(WAIT, (chain.ticket, *_layout_arguments(chain)))
     with _fake_mode(value):
@@ -220,7 +220,7 @@ def _layout_arguments(chain: _Chain) -> tuple[Argument, ...]:
 
 
 def _redirect_backward_reads(replicas: dict[fx.Node, fx.Node], positions: Mapping[fx.Node, int], marker: int) -> None:
-    """Let backward read the replicas, and drop forward's views that nobody else reads: they would count as reads."""
+    """Make backward read the replicas, and erase views in forward without other users, which would count as reads."""
     for original, replica in reversed(replicas.items()):
         for user in list(original.users):
             if positions.get(user, -1) > marker:
@@ -230,7 +230,7 @@ def _redirect_backward_reads(replicas: dict[fx.Node, fx.Node], positions: Mappin
 
 
 def _run_fake(node: fx.Node, fake_mode: FakeTensorMode) -> object:
-    """The value of a view of a reloaded tensor: it shares the storage of that tensor, not of the original."""
+    """The value of a view of a reloaded tensor. It shares the storage of the reloaded tensor, not of the original."""
 
     def value_of(source: fx.Node) -> Argument:
         return source.meta["val"]
@@ -241,7 +241,7 @@ def _run_fake(node: fx.Node, fake_mode: FakeTensorMode) -> object:
 
 
 def _annotate(node: fx.Node, source: fx.Node, value: object) -> None:
-    """Give a new node its value, and the origin of the tensor that it moves, so that dumps stay readable."""
+    """Set the value of a new node, and copy the stack trace of the offloaded tensor to keep dumps readable."""
     for name in ("stack_trace", "nn_module_stack"):
         if name in source.meta:
             node.meta[name] = source.meta[name]

@@ -1,4 +1,4 @@
-"""Let backward make saved storages again, right before it reads them first, instead of saving them.
+"""Recompute storages in backward, right before their first read there, instead of saving them.
 
     before   h = mm(x, w)                       # f32[4096, 4096]  64 MiB  saved for backward
              a = h * h                          #                  64 MiB  saved for backward
@@ -13,8 +13,8 @@
              gw = mm(gy, a1)
              gh = ga * h
 
-It comes before the offloads are planned: the new nodes are reads in backward like all others. So whoever calls this
-analyses the new graph again. What a recomputation reads (``h``) may be offloaded then, or be made again itself.
+This pass runs before offloads are planned: the new nodes read storages in backward as all other nodes do. The caller
+has to analyse the new graph. A storage that a recomputation reads (``h``) may be offloaded, or itself be recomputed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, find_saved
 def insert_recomputations(
     joint: ScheduledJointGraph, *, alias_sets: AliasSets, recomputations: Sequence[Recomputation]
 ) -> ScheduledJointGraph:
-    """Rewrite ``joint.gm`` in place, and return it with what is saved now. Without recomputations nothing changes.
+    """Rewrite ``joint.gm`` in place, and return ``joint`` with ``saved`` updated.
+
+    Without recomputations nothing changes.
 
     Args:
-        alias_sets: of this graph. Both are stale afterwards.
-        recomputations: made for this graph. One may read a storage that another one makes.
+        alias_sets: the alias sets of this graph. They and ``joint`` itself are out of date afterwards.
+        recomputations: found in this graph. One may read a storage that another one recomputes.
 
     Raises:
-        InternalError: two recomputations make the same storage, or nothing in backward reads it.
+        InternalError: two recomputations make the same storage, or backward does not read it.
     """
     if not recomputations:
         return joint
@@ -48,12 +50,12 @@ def insert_recomputations(
         raise InternalError("two recomputations make the same storage.")
     for recomputation in recomputations:
         first = alias_sets.storages[recomputation.storage_idx].members[0]
-        # Inductor: as if it were still returned for backward, or its readers may get it in another layout. Copies
-        # inherit it: to backward they are what a saved tensor was.
+        # Inductor must treat it as if forward still returned it, otherwise readers may get another layout. The copies
+        # inherit the mark: in backward they replace the saved tensor.
         first.meta[_torch_private.REALIZE_TO_STRIDES] = True
     nodes = list(joint.graph.nodes)
     in_backward = set(nodes[nodes.index(joint.marker) + 1 :])
-    # What is made last in forward comes first: the nodes that make it again then count as readers of its sources.
+    # The storage made last in forward comes first: its copied nodes then count as readers of its sources.
     for recomputation in sorted(recomputations, key=lambda one: one.storage_idx, reverse=True):
         on_storage = [node for node in recomputation.nodes if recomputation.storage_idx in alias_sets.by_node[node]]
         readers = {user for node in on_storage for user in node.users if user in in_backward}

@@ -1,15 +1,15 @@
-"""Move matrix products to where Inductor will run them: at the sum that it makes them a part of.
+"""Move matrix products to where Inductor will run them: next to the sum that Inductor merges them with.
 
-    before   g1 = mm(a, b)                # the gradient of tied weights: one part from the head ...
-             ...                          # the whole of backward
-             g = add(g1, g2)              # ... the other one from the embedding
+    before   g1 = mm(a, b)                # the gradient of tied weights: the term of the head
+             ...                          # all of backward
+             g = add(g1, g2)              # g2: the term of the embedding
 
-    after    ...                          # a and b live on
+    after    ...                          # a and b stay live
              g1 = mm(a, b)
              g = add(g1, g2)              # Inductor: addmm(g2, a, b)
 
-Nothing is computed differently. But positions are times to every pass that follows, so a graph in another order than
-the one that runs makes them promise what does not come true: here ``a`` may be the gradient of the logits.
+The results are the same. But all later passes take positions for times. If nodes run in another order than in the
+graph, their predictions are wrong: here ``a`` may be the gradient of the logits, which lives longer than predicted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PRODUCT, _SUM = "aten.mm.default", "aten.add.Tensor"
 
 
 def sink_matrix_products(joint: ScheduledJointGraph) -> ScheduledJointGraph:
-    """Rewrite ``joint`` in place. The rule is that of Inductor's post-grad pass (read in torch 2.13)."""
+    """Rewrite ``joint`` in place, by the rule of Inductor's post-grad pass (as of torch 2.13)."""
     found = [(product, node) for node in joint.graph.nodes if (product := _find_product(node)) is not None]
     if not found:
         return joint
@@ -42,7 +42,7 @@ def sink_matrix_products(joint: ScheduledJointGraph) -> ScheduledJointGraph:
 
 
 def _find_product(node: fx.Node) -> fx.Node | None:
-    """The product that becomes a part of this sum, if one does; the second argument's when both could."""
+    """The product that Inductor merges with this sum, if any. If both arguments qualify, it is the second."""
     if str(node.target) != _SUM or node.kwargs:
         return None
     first, second = node.args
@@ -55,7 +55,7 @@ def _find_product(node: fx.Node) -> fx.Node | None:
 
 
 def _fits(product: fx.Node, other: fx.Node) -> bool:
-    """Can ``other`` be the bias of ``product``?"""
+    """Whether ``other`` can be the bias of ``product``."""
     bias, result = other.meta["val"], product.meta["val"]
     if not isinstance(bias, FakeTensor) or bias.dtype != result.dtype or bias.dim() > result.dim():
         return False
@@ -64,5 +64,6 @@ def _fits(product: fx.Node, other: fx.Node) -> bool:
 
 
 def _stays_apart(node: fx.Node) -> bool:
-    """On a GPU Inductor would rather fuse a sum with the pointwise ops that read it; gradients are read by none."""
+    """Whether Inductor fuses the sum with pointwise ops that read it instead. It does so on a GPU, unless the sum is
+    an output, such as a gradient."""
     return node.meta["val"].device.type != "cpu" and all(user.op != "output" for user in node.users)

@@ -1,16 +1,18 @@
-"""Mark sums that are to be stored where they stand, though Inductor would compute them where they are read.
+"""Mark sums that are to be stored at their position, where Inductor would otherwise compute them at their reader.
 
     g1, g2 = mm(...), mm(...)
-    s = add(g1, g2)           # the gradient of something that every layer reads ...
+    s = add(g1, g2)           # the gradient of a tensor that every layer reads
     ...                       # the backward of a layer
     g3 = mm(...)
-    t = add(s, g3)            # ... Inductor: g1 + g2 + g3, so g1 and g2 live until here
+    t = add(s, g3)            # Inductor: g1 + g2 + g3, so g1 and g2 live until here
 
-T5 has two such things, what the encoder returns and the bias of all attention scores: with six layers, 72 MiB at the
-peak of 8 x 512. A marked sum is stored: ``s`` lives instead of ``g1`` and ``g2``, for one more pass over its memory.
+T5 has two tensors of this kind: the output of the encoder, and the bias of all attention scores. With six layers and a
+batch of 8 x 512, this costs 72 MiB at the peak. A marked sum is stored: ``s`` lives instead of ``g1`` and ``g2``, at
+the cost of one more pass over its memory.
 
-Marked are sums that wait for :data:`WAITS_FOR_KERNELS` kernels or more, and of which both terms die with them. Their
-numbers stay the same, since what is added has the type of the result: a smaller one would be rounded when it is stored.
+A sum is marked if at least :data:`WAITS_FOR_KERNELS` kernels run before it is read and both terms can be freed once it
+is stored. The results stay the same, because only sums of float32 or float64 are marked: Inductor computes sums of
+smaller dtypes in float32, and storing them would round them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from ssdtrain_fx.passes.graph.op_kinds import Kind
 from ssdtrain_fx.passes.graph.tensor_sizes import Shape, shape_of
 
 WAITS_FOR_KERNELS = 8
-"""The backward of a layer has more matrix products. What a layer adds up within itself does not live for long."""
+"""The backward of a layer has more matrix products than this. Sums within one layer do not live long."""
 
 
 def store_sums(joint: ScheduledJointGraph) -> ScheduledJointGraph:
@@ -44,7 +46,7 @@ def store_sums(joint: ScheduledJointGraph) -> ScheduledJointGraph:
     kernels_until = list(itertools.accumulate(fact.kind is Kind.KERNEL for fact in facts))
 
     def dies(node: fx.Node, reader: int, elements: int) -> bool:
-        """Does so much memory become free when ``reader``, which needs the value of ``node``, is stored?"""
+        """Whether storing ``reader`` frees a tensor of ``elements`` elements that ``node`` is, or is computed from."""
         while facts[positions[node]].kind is Kind.FREE and node.all_input_nodes:
             node = node.all_input_nodes[0]
         position = positions[node]
@@ -65,7 +67,7 @@ def store_sums(joint: ScheduledJointGraph) -> ScheduledJointGraph:
 
 
 def _adds_equals(node: fx.Node) -> bool:
-    """Is it the sum of two tensors like its result, whose type is the one that Inductor computes with?"""
+    """Whether the node adds two tensors of its own shape and dtype, and Inductor computes in that dtype."""
     if str(node.target) != "aten.add.Tensor" or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     kinds: set[tuple[torch.dtype, Shape]] = set()

@@ -1,17 +1,18 @@
-"""The verifier: every invariant of a rewritten joint graph, checked on the graph itself and not on the plan.
+"""The verifier: checks every invariant of a rewritten joint graph, on the graph itself and not on the plan.
 
-- An offload moves a storage that the graph allocates, that no one holds outside and no op writes; once per storage.
-  An input is moved only as one that is held outside, and is never left to the engine (late, or its own).
-- Its token goes to exactly one release, in forward, with the very same tensor.
-- Nothing reads the storage after the release: not in forward, and in backward not at all.
-- At no position is more in the host tier, by the sizes of the storages, than it may hold. Where offloads say when they
-  are reloaded, all do, and it is true.
-- A reload stands in backward and takes a released token. Exactly one wait takes its ticket, and both ask for the shape,
+- An offload takes a storage that the graph allocates, that is not held outside the graph and that no op writes to. A
+  storage is offloaded once. An input is offloaded only if it is marked as held outside the graph. It is never left to
+  the engine: its release is not ``late``, and it is not marked as ``own``.
+- The token of an offload goes to exactly one release, in forward, together with the same tensor.
+- The storage is not read after the release, and not at all in backward.
+- At no position does the host tier hold more than its budget, by the sizes of the storages.
+- If one offload gives the order of its reload, all do, and the order is correct.
+- A reload is in backward and takes a released token. Exactly one wait takes its ticket, and both ask for the shape,
   strides, dtype and device that were offloaded.
 
-That every read comes after the wait needs no check: what is read is the value that the wait returns.
+Reads need no check: they read the value that the wait returns, so they come after it.
 
-A violation raises InternalError with the nodes around the offender.
+A violation raises InternalError with the nodes around the offending one.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from ssdtrain_fx.passes.planning.transfer_problem import HostTier
 
 
 def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None) -> ScheduledJointGraph:
-    """Check ``joint`` and return it as it is.
+    """Check ``joint`` and return it unchanged.
 
     Args:
-        host: what the host tier may hold; None where there is none.
+        host: the host tier. None if there is none.
 
     Raises:
         InternalError: the rewritten graph breaks an invariant (see the head of this file).
@@ -50,7 +51,7 @@ def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None)
         source = offload.args[0]
         storage = _storage_of(source, alias_sets, offload)
         if positions[offload] > marker:
-            _fail(offload, "an offload stands in backward")
+            _fail(offload, "the offload is in backward; expected it in forward")
         if storage.is_input != (offload.args[7:] == (True,)) or storage.idx in held:
             _fail(offload, "the offloaded storage is held outside the graph")
         if storage.idx in written:
@@ -60,21 +61,21 @@ def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None)
         seen.add(storage.idx)
         release = _only_user(offload, RELEASE)
         if release.args[:2] != (offload, source) or positions[release] > marker:
-            _fail(release, "a release must stand in forward and take the offloaded tensor itself")
+            _fail(release, "a release must be in forward and take the offloaded tensor itself")
         if storage.is_input and (release.args[2:] == (True,) or release.kwargs.get("own")):
-            _fail(release, "an input is left to the engine, although its owner may write to it")
+            _fail(release, "leaves an input to the engine, although the caller may write to it")
         for member in storage.members:
             for user in member.users:
                 if positions[user] > positions[release]:
                     _fail(user, f"reads {member} after {release}")
         for user in release.users:
             if user.target is not RELOAD:
-                _fail(user, "uses the token of an offload")
+                _fail(user, "uses the token of a release; expected only reloads to use it")
         if not release.users:
             _fail(release, "the storage is never reloaded")
     for release in find(graph, RELEASE):
         if not (isinstance(release.args[0], fx.Node) and release.args[0].target is OFFLOAD):
-            _fail(release, "a release without an offload")
+            _fail(release, "a release must take the token that an offload returned")
     for reload in find(graph, RELOAD):
         _verify_reload(reload, positions, marker)
     _verify_host_tier(joint, alias_sets, host)
@@ -88,10 +89,10 @@ def _verify_reload(reload: fx.Node, positions: dict[fx.Node, int], marker: int) 
     if not (isinstance(token, fx.Node) and token.target is RELEASE):
         _fail(reload, "a reload must take the token that a release returned")
     if positions[reload] < marker:
-        _fail(reload, "a reload stands in forward")
+        _fail(reload, "the reload is in forward; expected it in backward")
     wait = _only_user(reload, WAIT)
     if wait.args[1:] != reload.args[1:]:
-        _fail(wait, f"waits for {wait.args[1:]}, but {reload.args[1:]} was asked for")
+        _fail(wait, f"waits for {wait.args[1:]}, but its reload asks for {reload.args[1:]}")
     asked = map_arg(reload.args[1:], lambda argument: argument.meta["val"])
     source = token.args[1]
     assert isinstance(source, fx.Node)
@@ -103,12 +104,12 @@ def _verify_reload(reload: fx.Node, positions: dict[fx.Node, int], marker: int) 
 
 
 def _verify_host_tier(joint: ScheduledJointGraph, alias_sets: AliasSets, host: HostTier | None) -> None:
-    """Replays the graph: an offload takes room in the tier, the wait for it gives it back."""
+    """Replay the graph: an offload takes room in the tier, and its wait returns it."""
     held: dict[fx.Node, int] = {}
     for node in joint.graph.nodes:
         if node.target is OFFLOAD and node.kwargs.get("host"):
             if host is None:
-                _fail(node, "an offload to the host tier, which this device does not have")
+                _fail(node, "offloads to the host tier, but there is none")
             held[node] = host.held_bytes(_storage_of(node.args[0], alias_sets, node).hint_bytes)
             if sum(held.values()) > host.budget_bytes:
                 _fail(node, f"the host tier would hold {sum(held.values())} bytes; its budget is {host.budget_bytes}")
@@ -117,19 +118,19 @@ def _verify_host_tier(joint: ScheduledJointGraph, alias_sets: AliasSets, host: H
 
 
 def _verify_reload_orders(graph: fx.Graph) -> None:
-    """A storage that is reloaded twice counts by its first reload."""
+    """Check the order of reloads. If a storage is reloaded twice, its first reload counts."""
     offloads = list(dict.fromkeys(map(_offload_of, find(graph, RELOAD))))
     said = [offload.kwargs.get("reload_order") for offload in offloads]
     if any(order is not None for order in said) and said != list(range(len(offloads))):
         wrong = next(offload for order, offload in enumerate(offloads) if offload.kwargs.get("reload_order") != order)
-        _fail(wrong, f"is reloaded as number {offloads.index(wrong)} of {len(offloads)}, counted from 0")
+        _fail(wrong, f"has a wrong reload_order: it is reloaded as number {offloads.index(wrong)}, counted from 0")
 
 
 def _verify_first(graph: fx.Graph) -> None:
     offloads = find(graph, OFFLOAD)
     for node in offloads[1:]:
         if node.kwargs.get("first"):
-            _fail(node, f"is said to be the first offload, but {offloads[0].name} comes before it")
+            _fail(node, f"is marked as the first offload, but {offloads[0].name} comes before it")
 
 
 def _offload_of(reload: fx.Node) -> fx.Node:

@@ -1,15 +1,15 @@
-"""Whether a tensor may leave memory, judged by what the computing thread would have to wait for it.
+"""Whether a tensor may leave memory, judged by how long the training thread would have to wait for it.
 
 The plan is made once, for a disk as fast as the hardware profile says. A disk that is slower today would stall every
-step; so a limit for what nobody planned, that it takes at most a share of the time, is kept here as an account::
+step. Unplanned stalls may therefore take at most a share of the time, which an account enforces::
 
     balance    grows by max_stall_share seconds per second, up to BALANCE_LIMIT_S
-    offload    is admitted if the balance covers the stall that is predicted for it, which is taken off at once
-    stall      takes off what it lasted beyond that, and beyond what the plan waits for the tensor
-    token dies puts back what did not come of either: the plan may have waited for another tensor
+    offload    is admitted if the balance covers the stall that is predicted for it, which is deducted at once
+    stall      deducts how much longer it lasted than predicted and planned for the tensor
+    token dies returns what was predicted and planned but did not happen: the plan may have waited for another tensor
 
-A full balance covers any stall, and a long one leaves a debt. So a disk that has been found slow is tried again from
-time to time, and the share is kept in the long run even where predictions are wrong.
+A full balance covers any stall, and a long stall leaves a debt. So a disk that was found slow is tried again from time
+to time, and the share holds in the long run even if predictions are wrong.
 
 The caller holds the engine's lock.
 """
@@ -20,13 +20,13 @@ import math
 from collections.abc import Callable
 
 BALANCE_LIMIT_S = 0.5
-"""Small beside the time in which it is saved up, large beside the hiccup of a healthy disk. A guess."""
+"""Small compared with the time in which it is saved up, large compared with a hiccup of a healthy disk. A guess."""
 MIN_STALL_SHARE = 0.001
-"""For ``max_stall_share=0``: without any stall nobody would notice that the disk has recovered."""
+"""For ``max_stall_share=0``: without any stall, a recovery of the disk would go unnoticed."""
 
 
 class Admission:
-    """The account of one engine. ``max_stall_share=None`` admits everything and waits for as long as it takes."""
+    """The account of one engine. ``max_stall_share=None`` admits every tensor and waits as long as it takes."""
 
     def __init__(self, max_stall_share: float | None, clock: Callable[[], float]) -> None:
         self._share = None if max_stall_share is None else max(max_stall_share, MIN_STALL_SHARE)
@@ -35,16 +35,16 @@ class Admission:
         self._updated_s = clock()
 
     def admits(self, stall_s: float) -> bool:
-        """Whether a tensor that is predicted to stall for ``stall_s`` may leave. Takes nothing off yet."""
+        """Whether a tensor that is predicted to stall for ``stall_s`` may leave. Deducts nothing yet."""
         return self._share is None or max(0.0, stall_s) <= self._balance() or self._balance() >= BALANCE_LIMIT_S
 
     def charge(self, stall_s: float) -> None:
-        """Take a stall off the balance; give one back that did not come, if below zero."""
+        """Deduct a stall from the balance; a negative ``stall_s`` returns a stall that did not happen."""
         if self._share is not None:
             self._balance_s = min(BALANCE_LIMIT_S, self._balance() - stall_s)
 
     def patience_s(self) -> float:
-        """For how long a release may wait now."""
+        """How long a release may wait now."""
         return math.inf if self._share is None else max(0.0, self._balance())
 
     def _balance(self) -> float:

@@ -1,12 +1,12 @@
-"""What one engine knows: entries, chunks, fills, slots and counters, behind one lock.
+"""The state of one engine: entries, chunks, fills, slots and counters, behind one lock.
 
 Guarantees:
 
 * A chunk's bytes are in at least one place at any time until its entry is dead.
 * A slot is freed once its entry is dead and nothing of it is in flight, never before.
-* No tensor is destroyed with the lock held: what must go is put into ``trash``, which is emptied without the lock.
-  Otherwise 1. a thread drops the last reference to a tensor under the lock, 2. a finaliser of the user runs and calls
-  an op, 3. the thread waits for the lock it holds.
+* No tensor is destroyed with the lock held: tensors to destroy go to ``trash``, which is emptied without the lock.
+  Otherwise a thread could deadlock: 1. it drops the last reference to a tensor under the lock, 2. a finaliser of the
+  user runs and calls an op, 3. the op waits for the lock that the thread holds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
 log = logging.getLogger(__name__)
 
 TRIM_ABOVE_BYTES = 1 << 30
-"""A smaller file is never cut while the engine is open. A guess."""
+"""A smaller file is never shrunk while the engine is open. A guess."""
 
 
 class Observer(Protocol):
@@ -71,24 +71,24 @@ class Counters:
     wait_stall_s: float = 0.0
     in_flight_bytes: int = 0
     unwritten_bytes: int = 0
-    """Of these, bytes on their way out that have not reached the file."""
+    """Of these, offloaded bytes that have not reached the file."""
     held_bytes: int = 0
     """Bytes in the host tier now."""
 
 
 class Ledger:
-    """What the ops and the I/O threads of one engine share. Methods need ``lock``, unless they say otherwise."""
+    """State that the ops and the I/O threads of one engine share. Methods need ``lock`` unless they say otherwise."""
 
     def __init__(self, file: ChunkFile, admission: Admission, traffic: Traffic) -> None:
         self.lock = threading.Lock()
         self.progress = threading.Condition(self.lock)
-        """Notified when a release, a wait or a wait_until_idle may go on."""
+        """Notified when a release, a wait or a wait_until_idle may continue."""
         self.file = file
         self.admission = admission
         self.traffic = traffic
         self.entries: dict[int, Entry] = {}
         self.residents: dict[int, Entry] = {}
-        """Entries that stayed in memory, by the address of their storage."""
+        """Entries that stayed in memory, keyed by the address of their storage."""
         self.slots = SlotAllocator()
         self.counters = Counters()
         self.dead_handles: collections.deque[int] = collections.deque()
@@ -96,12 +96,13 @@ class Ledger:
         self.trash: collections.deque[object] = collections.deque()
         """Emptied without the lock."""
         self.when_unneeded: list[Callable[[Entry], None]] = []
-        """Called with the lock held for an entry whose bytes in staging and in the file nobody will read any more."""
+        """Called with the lock held for an entry whose bytes in staging and in the file will not be read again."""
         self.ended_transfers = 0
         self.idle_waiters = 0
-        """Who waits until nothing is in flight. To notify nobody would be dear: ``threading`` has gone cold."""
+        """Threads that wait until nothing is in flight. At 0, ``progress`` is not notified: the code of ``threading``
+        is cold in the caches, so the call would be expensive."""
         self.trace: Observer | None = None
-        """What records events, where somebody wants to see them."""
+        """What records events; None while nothing is recorded."""
         self.closed = False
         self.failure: BaseException | None = None
         self.trim_wanted = False
@@ -111,14 +112,14 @@ class Ledger:
         self._unreported: OSError | None = None
 
     def begin_op(self, name: str) -> None:
-        """Raises where an op on the tensor ``name`` would be in vain. Makes up for what has died meanwhile."""
+        """Raise if an op on the tensor ``name`` cannot succeed any more. Also drains dead handles."""
         if self.closed or self.failure is not None:
             self.check_usable(name)
         if self.dead_handles:
             self.drain()
 
     def check_usable(self, name: str) -> None:
-        """Raises where waiting any longer would be in vain."""
+        """Raise if the engine has stopped or is closed, so that waiting is pointless."""
         if isinstance(self.failure, ConfigError):
             raise ConfigError(str(self.failure)) from self.failure
         if self.failure is not None:
@@ -132,7 +133,7 @@ class Ledger:
             )
 
     def stop_because_of(self, failure: BaseException) -> None:
-        """An I/O thread met an error that is no I/O error: nobody may wait for it for ever. Takes the lock."""
+        """Stop after an error that is not an I/O error, so that no thread waits forever. Takes the lock."""
         log.error("the I/O of the engine on %s stopped", self.file.path, exc_info=failure)
         with self.lock:
             self.failure = failure
@@ -159,13 +160,13 @@ class Ledger:
         self.counters.unwritten_bytes += entry.byte_count
 
     def enter_resident(self, handle: int, entry: Entry) -> None:
-        """Take ``entry`` in without moving it."""
+        """Register ``entry`` without moving it."""
         self.entries[handle] = entry
         self.counters.offloads += 1
         self._note_stay(entry)
 
     def stay(self, entry: Entry) -> None:
-        """Stop moving ``entry`` out before all of it has left."""
+        """Stop offloading ``entry`` before all of it has left."""
         self._note_stay(entry)
         for chunk in entry.chunks:
             if chunk.state is ChunkState.SOURCE:
@@ -184,13 +185,13 @@ class Ledger:
         self.counters.kept_for_time_bytes += entry.byte_count
 
     def settle_in(self, entry: Entry, resident: Tensor) -> None:
-        """``entry`` has memory of its own."""
+        """Keep ``resident`` in memory as the data of ``entry``."""
         entry.resident = resident
         entry.stored_stride = resident.stride()
         self.residents[resident.untyped_storage().data_ptr()] = entry
 
     def drain(self) -> None:
-        """Bury the entries whose last token died."""
+        """Remove the entries whose last token has died."""
         while self.dead_handles:
             handle = self.dead_handles.popleft()
             entry = self.entries.get(handle)
@@ -216,14 +217,14 @@ class Ledger:
             self._retire_if_idle(entry)
 
     def cancel(self, chunk: Chunk) -> None:
-        """Forget a chunk that nobody will read from the file and whose write has not begun."""
+        """Drop a chunk that will not be read from the file and whose write has not begun."""
         chunk.state = ChunkState.CANCELLED
         self.counters.unwritten_bytes -= chunk.length
         self.counters.cancelled_bytes += chunk.length
         self.settle(chunk.entry, chunk.length)
 
     def hold(self, chunk: Chunk) -> None:
-        """A chunk in staging has come to rest there."""
+        """Note that a staged chunk stays in the host tier."""
         chunk.state = ChunkState.HELD
         self.counters.unwritten_bytes -= chunk.length
         self.counters.host_bytes += chunk.length
@@ -231,12 +232,12 @@ class Ledger:
         self.settle(chunk.entry, chunk.length)
 
     def let_go(self, chunk: Chunk) -> None:
-        """Nobody needs a chunk that is held."""
+        """Drop a held chunk, which is not needed any more."""
         chunk.state = ChunkState.CANCELLED
         self.counters.held_bytes -= chunk.length
 
     def demote(self, chunk: Chunk) -> None:
-        """A chunk that is held has to be written after all."""
+        """Note that a held chunk has to be written after all."""
         chunk.state = ChunkState.STAGED
         self.counters.held_bytes -= chunk.length
         self.counters.demoted_bytes += chunk.length
@@ -244,19 +245,19 @@ class Ledger:
         self.begin(chunk)
 
     def begin(self, chunk: Chunk) -> None:
-        """One transfer of an entry more, until :meth:`settle`."""
+        """Count one more transfer of an entry, until :meth:`settle`."""
         self.counters.in_flight_bytes += chunk.length
         chunk.entry.busy += 1
 
     def source_is_safe(self, chunk: Chunk) -> None:
-        """The device needs the tensor no more for this chunk."""
+        """Note that the device no longer needs the tensor for this chunk."""
         entry = chunk.entry
         entry.unsafe -= 1
         if entry.unsafe == 0 and entry.released:
             self.drop_source(entry)
 
     def drop_ahead(self, entry: Entry) -> None:
-        """Nobody will ask for what was begun ahead."""
+        """Drop the reload that was begun ahead; it will not be requested."""
         if entry.ahead is not None:
             self.trash.append(entry.ahead)
             entry.ahead = None
@@ -267,7 +268,7 @@ class Ledger:
             entry.source = None
 
     def settle(self, entry: Entry, byte_count: int) -> None:
-        """One transfer of ``entry`` less."""
+        """Count one transfer of ``entry`` less."""
         self.ended_transfers += 1
         self.counters.in_flight_bytes -= byte_count
         entry.busy -= 1
@@ -309,7 +310,7 @@ class Ledger:
                 self.trim_wanted = self._may_trim and self.file.size_bytes > max(TRIM_ABOVE_BYTES, 2 * peak)
 
     def describe_transfers(self) -> str:
-        """What is queued and under way, for people who look for the cause of a stall."""
+        """Describe what is queued and in flight, to help find the cause of a stall."""
         entries = self.entries.values()
         states = collections.Counter(chunk.state for entry in entries for chunk in entry.chunks)
         reads = sum(fill.unissued for entry in entries for fill in entry.fills.values())
@@ -317,11 +318,11 @@ class Ledger:
             f"{self.counters.in_flight_bytes} bytes in flight; chunks: {states[ChunkState.SOURCE]} to be copied, "
             f"{states[ChunkState.COPYING]} being copied, {states[ChunkState.STAGED]} to be written, "
             f"{states[ChunkState.HELD]} in the host tier, {states[ChunkState.WRITING]} being written, "
-            f"{reads} being read back"
+            f"{reads} being reloaded"
         )
 
     def tidy(self) -> None:
-        """What must not happen with the lock held: destroy what is in ``trash``, cut the file, warn. Takes the lock."""
+        """Do what must not happen with the lock held: empty ``trash``, shrink the file, warn. Takes the lock."""
         self.trash.clear()
         if self.trim_wanted:
             self._trim()
@@ -329,15 +330,15 @@ class Ledger:
             self._warn_of_write_error()
 
     def note_write_error(self, error: OSError) -> None:
-        """The next :meth:`tidy` warns, once per engine."""
+        """Let the next :meth:`tidy` warn, once per engine."""
         if not self._warned_of_write_error:
             self._warned_of_write_error = True
             self._unreported = error
 
     def _trim(self) -> None:
-        """Give the unused tail of the file back. Takes the lock.
+        """Return the unused tail of the file to the file system. Takes the lock.
 
-        The tail is a slot meanwhile, so that nobody else gets it.
+        The tail is allocated as a slot until then, so that no tensor gets it.
         """
         with self.lock:
             wanted, self.trim_wanted = self.trim_wanted, False
@@ -348,7 +349,7 @@ class Ledger:
             self.file.shrink(tail.offset_bytes, tail.end_bytes)
         except OSError as error:  # costs disk space, nothing else
             self._may_trim = False
-            log.warning("cannot cut %s: %s. It keeps its size until the engine is closed.", self.file.path, error)
+            log.warning("cannot shrink %s: %s. It keeps its size until the engine is closed.", self.file.path, error)
         finally:
             with self.lock:
                 self.slots.free(tail)
@@ -359,8 +360,8 @@ class Ledger:
         if error is None:
             return
         log.warning(
-            "cannot write to %s (errno %s: %s): tensors that cannot be written stay in memory. Training goes on with "
-            "the right data and needs more memory than planned. Free disk space or set ssd_dir to another directory.",
+            "cannot write to %s (errno %s: %s): tensors that cannot be written stay in memory. Training continues with "
+            "correct data but needs more memory than planned. Free disk space or set ssd_dir to another directory.",
             error.filename or self.file.path,
             error.errno,
             error.strerror or error,
@@ -368,7 +369,7 @@ class Ledger:
 
 
 def lost(entry: Entry, path: str, cause: BaseException | None) -> ActivationLostError:
-    """The error for data that did not come back."""
+    """The error for data that cannot be reloaded."""
     where = "no slot" if entry.slot is None else f"bytes {entry.slot.offset_bytes}..{entry.slot.end_bytes}"
     return ActivationLostError(
         f"the saved tensor {entry.name!r} ({_describe(entry.dtype, entry.size)}) cannot be read back from {where} of "

@@ -5,7 +5,7 @@ The life of a chunk, the unit of transfer::
     SOURCE -> COPYING -> STAGED -> WRITING -> ON_DISK      (or SOURCE -> WRITING, where no staging is needed)
        |                 |  | ^       '-----> KEPT        (the write failed: the bytes stay in ordinary memory)
        |                 |  v |
-       |                 | HELD                           (in the host tier, until somebody else needs the buffer)
+       |                 | HELD                           (in the host tier, until the buffer is needed)
        |                 |  |
        '-----------------'--'---------------> CANCELLED   (the last token died first, or the tensor stays in memory)
 
@@ -44,12 +44,12 @@ class Chunk:
     state = ChunkState.SOURCE
     staging: StagingBuffer | None = None
     copied: Mark = None
-    """When the bytes are in ``staging``."""
+    """The mark after which the bytes are in ``staging``."""
     kept: Tensor | None = None
     checksum = 0
     leading = b""
     trailing = b""
-    """What of it lies in front of its first and behind its last page, and is not written."""
+    """Its bytes before the first and after the last whole page, which are not written."""
     arriving = False
     """It is being read ahead."""
 
@@ -58,11 +58,11 @@ class Chunk:
         self.start = start
         self.length = length
         self.waiting_fills: list[Fill] = []
-        """Reloads that came before the bytes left the tensor, or while they were being read ahead."""
+        """Reloads issued before the bytes left the tensor, or while they were being read ahead."""
 
     @property
     def pages(self) -> tuple[int, int]:
-        """Which bytes of the slot hold what lies between ``leading`` and ``trailing``: the first and their number."""
+        """Which bytes of the slot hold the bytes between ``leading`` and ``trailing``: offset and length."""
         lead_bytes = len(self.leading)
         return self.start + lead_bytes - self.entry.lead_bytes, self.length - lead_bytes - len(self.trailing)
 
@@ -70,40 +70,40 @@ class Chunk:
 class Entry:
     """One offloaded tensor."""
 
-    # Defaults belong to the class: with cold caches, every attribute that is set takes time of its own.
+    # Defaults are class attributes: with cold caches, every attribute set on an instance costs time.
     slot: Slot | None = None
     from_source = False
-    """The file gets its whole pages straight from the tensor."""
+    """Its whole pages are written straight from the tensor."""
     lead_bytes = 0
     trail_bytes = 0
-    """In front of the first and behind the last of these pages."""
+    """Bytes before the first and after the last of these pages."""
     uncopied = 0
     """Chunks whose copy out of the tensor has not been issued; ``release`` waits for 0."""
     unsafe = 0
-    """Chunks whose copy out of the tensor may not be over; ``source`` must live until 0."""
+    """Chunks whose copy out of the tensor may not have finished; ``source`` must live until 0."""
     released = False
-    """Until its release the engine holds ``source``, and then the caller of ``release`` drops it: dropped by an I/O
-    thread, it might not be gone when ``release`` returns."""
+    """The engine holds ``source`` until ``release``, which drops it on the caller's thread: an I/O thread could drop it
+    after ``release`` has returned."""
     busy = 0
-    """Chunks on their way to the file, and reads; the slot is in use until 0."""
+    """Chunks being moved to the file, and reads; the slot is in use until 0."""
     has_kept = False
     stays = False
-    """It stays in memory: what is not in the file yet will not be written."""
+    """It stays in memory: chunks that are not in the file yet will not be written."""
     resident: Tensor | None = None
-    """From its release on, what stays."""
+    """The tensor that stays in memory; set by ``release``."""
     prepaid_s = 0.0
-    """Stalls that are in the plan, or were predicted and paid for, but have not come yet."""
+    """Stalls that are planned, or predicted and charged, and have not happened yet."""
     dead = False
     host = False
-    """It is to stay in staging buffers rather than to go to the file."""
+    """It is to stay in staging buffers instead of going to the file."""
     reload_order: int | None = None
-    """Its turn among the tensors of its graph when backward reloads them; None where nobody has said."""
+    """Its position in the order in which backward reloads the tensors of its graph; None if unknown."""
     run: GraphRun | None = None
-    """The run of a graph that it belongs to, where graphs follow one another."""
+    """The run of a graph that it belongs to, if the graph is one of a chain."""
     ahead: Ahead | None = None
-    """A reload that was begun before backward asked for it."""
+    """A reload that was begun before backward requested it."""
     reloaded = False
-    """Backward has asked for it."""
+    """Backward has requested it."""
     owner: weakref.ref[Owner]
 
     def __init__(self, x: Tensor, name: str, source: Tensor, byte_count: int, ready: Mark) -> None:
@@ -117,14 +117,14 @@ class Entry:
         self.byte_count = byte_count
         self.source: Region | None = Region(source, byte_count)
         self.ready = ready
-        """When the tensor is complete."""
+        """The mark after which the tensor is complete."""
         self.chunks: list[Chunk] = []
         self.fills: dict[int, Fill] = {}
-        """By the address of the tensor that ``reload`` returned, until ``wait`` has succeeded."""
+        """Keyed by the address of the tensor that ``reload`` returned; removed once ``wait`` has succeeded."""
         self.waited_addresses: set[int] = set()
 
     def cut_at_pages(self) -> None:
-        """Write it from where it is: direct I/O moves whole pages only."""
+        """Write it straight from the tensor, cut at pages: direct I/O moves whole pages only."""
         assert self.source is not None
         self.from_source = True
         self.lead_bytes = -self.source.address % ALIGNMENT_BYTES
@@ -132,12 +132,12 @@ class Entry:
 
     @property
     def unneeded_on_disk(self) -> bool:
-        """Nobody will read the file."""
+        """Its bytes will not be read from the file."""
         return self.dead or self.stays
 
 
 class Fill:
-    """One reload: the bytes of ``entry`` on their way into ``target``."""
+    """One reload, which moves the bytes of ``entry`` into ``target``."""
 
     error: Exception | None = None
     forwarded = False
@@ -146,9 +146,9 @@ class Fill:
         self.entry = entry
         self.target: Region | None = Region(target if temporary is None else temporary, entry.byte_count)
         self.temporary = temporary
-        """The bytes in their stored layout, where ``reload`` asked for another one."""
+        """The bytes in their stored layout, if ``reload`` requested another one."""
         self.ready = ready
-        """When the memory of ``target`` may be written."""
+        """The mark after which the memory of ``target`` may be written."""
         self.marks: list[Mark] = []
         self.unissued = len(entry.chunks)
         """Chunks that ``wait`` has to wait for."""
@@ -156,10 +156,11 @@ class Fill:
         """Chunks that still need ``target``."""
 
     def fail(self, error: Exception) -> None:
-        """The bytes cannot be had. The first error counts.
+        """Record that the bytes cannot be reloaded. The first error counts.
 
-        Without its traceback: that holds the frames of the op that met the error, these hold the token, and the token
-        would keep the entry, which holds this fill, for ever. Frames of an I/O thread hold the tensor, and the error.
+        The error is stored without its traceback. That holds the frames of the op that failed, these hold the token,
+        and the token would keep the entry, which holds this fill, alive forever. Frames of an I/O thread hold the
+        tensor and the error.
         """
         error = error.with_traceback(None)
         if self.error is None:
@@ -168,16 +169,16 @@ class Fill:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ahead:
-    """A reload that nobody has asked for yet."""
+    """A reload that backward has not requested yet."""
 
     tensor: Tensor
     fill: Fill
     stream: object
-    """The stream whose memory ``tensor`` is; None on the CPU."""
+    """The stream that ``tensor`` was allocated for; None on the CPU."""
 
 
 class GraphRun:
-    """One run of the forward of the graph ``link``, and what it has offloaded."""
+    """One run of the forward of the graph ``link``, and the tensors it has offloaded."""
 
     __slots__ = (
         "__weakref__",
@@ -197,10 +198,10 @@ class GraphRun:
         self.names: set[str] = set()
         self.reload_count = 0
         self.used_bytes = 0
-        """What backward has got back and, by now, used."""
+        """Bytes that backward has reloaded and already used."""
         self.last_waited_bytes = 0
 
     @property
     def before(self) -> GraphRun | None:
-        """The run before this one, unless nothing of it is left."""
+        """The run before this one; None once all its entries have died."""
         return None if self._before is None else self._before()

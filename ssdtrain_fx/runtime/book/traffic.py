@@ -1,13 +1,14 @@
 """How fast the disk of one engine really is: transfers timed one by one, averaged per direction.
 
-Threads share the disk: by Little's law, of n transfers that are under way together each lasts n times as long as it
-would take the disk alone. What one thread hands to the kernel is served in its order instead: a transfer that began
-behind others lasts as long as all their bytes and its own. So every transfer tells the rate of the disk, whatever the
-others are doing, with two exceptions:
+Threads share the disk: by Little's law, each of n concurrent transfers takes n times as long as it would take alone.
+Requests that one thread submits to the kernel are served in order instead: a transfer that began after others takes as
+long as all their bytes and its own bytes. So every transfer tells the rate of the disk, whatever the others are doing,
+with two exceptions:
 
-* While both directions are busy they share the disk; such a transfer tells nothing.
-* Fewer transfers than it takes to keep the disk busy give a lower bound only, and so does one whose end was noticed
-  late. Still it counts: a rate that once was found too low would else remain, since what does not move tells nothing.
+* While both directions are busy, they share the disk; such a transfer tells nothing.
+* Fewer transfers than it takes to keep the disk busy give only a lower bound, and so does a transfer whose end was
+  noticed late. A bound above the current rate still counts: otherwise a rate that was once measured too low would
+  remain, because tensors that stay in memory tell nothing.
 
 The caller holds the engine's lock.
 """
@@ -18,20 +19,21 @@ import enum
 from collections.abc import Callable
 
 HALF_LIFE_BYTES = 64 << 20
-"""A transfer counts half when that many bytes have followed it. A guess."""
+"""The weight of a transfer has halved when this many bytes have followed it. A guess."""
 
 
 class Direction(enum.IntEnum):
-    """An index, because hashing an Enum costs more than all else that is done per transfer."""
+    """An index, because hashing an Enum costs more than everything else that is done per transfer."""
 
     WRITE = 0
     READ = 1
 
 
 Transfer = tuple[Direction, float, int, bool, int, int]
-"""One that has begun: its direction; when it began; how many transfers of that direction were under way then, this one
-included; whether the other direction rested; and for one that waits its turn, its bytes, and those of all that were
-under way, else 0 and 0. A plain tuple: a class would cost more than what is done with it."""
+"""A transfer that has begun: its direction; when it began; how many transfers of that direction were in flight then,
+including itself; whether the other direction was idle; and, for a transfer that is served in order, its bytes and the
+bytes of all that were in flight, including itself, otherwise 0 and 0. A plain tuple: a class would cost more than what
+is done with it."""
 
 
 class RateMeter:
@@ -39,16 +41,19 @@ class RateMeter:
 
     def __init__(self) -> None:
         self.s_per_byte = 0.0
-        """0 while nothing is known."""
+        """0 while unknown."""
         self._seen_bytes = 0
 
     @property
     def bytes_per_s(self) -> float | None:
-        """None until a transfer has told."""
+        """None until a transfer was measured."""
         return 1 / self.s_per_byte if self.s_per_byte else None
 
     def note(self, length_bytes: int, duration_s: float, under_way: float, *, busy: bool) -> None:
-        """``under_way`` transfers, on average, shared the disk for ``duration_s``, and it was ``busy`` with them."""
+        """Add a transfer that took ``duration_s`` while an average of ``under_way`` transfers shared the disk.
+
+        ``busy`` says whether these kept the disk busy.
+        """
         sample = duration_s / (length_bytes * under_way)
         last = self.s_per_byte
         if sample <= 0 or (not busy and (not last or sample > last)):
@@ -59,7 +64,7 @@ class RateMeter:
 
 
 class Traffic:
-    """What is under way to and from one file, and how fast it was so far."""
+    """The transfers in flight to and from one file, and how fast transfers have been so far."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -69,7 +74,7 @@ class Traffic:
         self._queued_bytes = [0, 0]
 
     def begin(self, direction: Direction, queued_bytes: int = 0) -> Transfer:
-        """``queued_bytes`` is the length of a transfer that the disk serves after those that are under way."""
+        """``queued_bytes`` is the length of a transfer that the disk serves after those in flight; otherwise 0."""
         under_way = self._under_way
         under_way[direction] += 1
         alone = not under_way[1 - direction]
@@ -79,9 +84,10 @@ class Traffic:
         return direction, self.clock(), under_way[direction], alone, queued_bytes, self._queued_bytes[direction]
 
     def end(self, transfer: Transfer, length_bytes: int, end_s: float, *, busy_with: float) -> None:
-        """``length_bytes`` were moved until ``end_s``, 0 after an error. ``busy_with`` transfers keep the disk busy.
+        """``transfer`` ended at ``end_s`` after ``length_bytes``, 0 after an error.
 
-        Infinitely many do where ``end_s`` is not when they were moved, but when somebody looked.
+        ``busy_with`` transfers keep the disk busy; infinite if ``end_s`` is when the end was noticed, not when the
+        bytes were moved.
         """
         direction, start_s, began_with, alone, own_bytes, queued_bytes = transfer
         under_way = self._under_way[direction]

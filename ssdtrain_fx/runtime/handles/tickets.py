@@ -1,16 +1,16 @@
 """Reloadings: what the op ``reload`` returns, and what the op ``wait`` turns into the reloaded tensor.
 
-Why the reloaded tensor has no name between the two: a compiler sees to it that a value is made before it is read. It
-is less careful about a value that is written a second time, and what a ``wait`` that fills its argument does is such a
-write. So the tensor stays in here, and comes into the graph as the result of ``wait``.
+The reloaded tensor is not a value of the graph between the two ops. A compiler ensures that a value is produced before
+it is read, but it is less careful about a value that is written a second time, and a ``wait`` that fills its argument
+would write it a second time. So the tensor stays here, and enters the graph as the result of ``wait``.
 
-Where all values of a graph have to be tensors, a *ticket* stands for the reloading.
+If all values of a graph have to be tensors, a *ticket* stands for the reloading.
 
 Guarantees:
 
-* The tensor that is being filled and the owner of what it comes from live until the wait, or as long as the reloading,
-  or the ticket's storage. One that is dropped before its wait, by an exception in backward, leaves nothing behind.
-* A ticket has 8 bytes of its own and a number that is never used twice.
+* The tensor that is being filled and the owner of its data live until the wait, or as long as the reloading or the
+  ticket's storage. A reloading that is dropped before its wait, by an exception in backward, leaves nothing behind.
+* A ticket has its own 8 bytes and a number that is never reused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ssdtrain_fx.runtime.handles.tokens import Owner, handle_of
 
 
 class Reloading:
-    """A tensor that is being filled with what ``owner`` stands for."""
+    """A tensor that is being filled with the data of ``owner``."""
 
     __slots__ = ("_owner", "_tensor")
 
@@ -34,11 +34,11 @@ class Reloading:
         self._owner: Owner | None = owner
 
     def take(self) -> tuple[Tensor, Owner]:
-        """The tensor and the owner, once. Nothing is kept alive then."""
+        """Return the tensor and the owner, once. The reloading keeps nothing alive afterwards."""
         tensor, owner = self._tensor, self._owner
         self._tensor = self._owner = None
         if tensor is None or owner is None:
-            raise InternalError("wait got what another wait has taken already")
+            raise InternalError("wait got a reloading that another wait has already taken")
         return tensor, owner
 
 
@@ -69,9 +69,10 @@ class Tickets:
         return torch.frombuffer(memory, dtype=torch.int64)
 
     def redeem(self, ticket: Tensor) -> Reloading:
-        """A ticket can be redeemed once. It keeps nothing alive then, and may outlive the tensor."""
+        """Return the reloading of ``ticket``, once. The ticket keeps nothing alive afterwards; it may outlive the
+        tensor."""
         number = handle_of(ticket)
         reloading = self._open.pop(number, None)
         if reloading is None:
-            raise InternalError(f"wait got a ticket with number {number}, which no reload issued or which was used")
+            raise InternalError(f"wait got a ticket with number {number}, which no reload issued or a wait has used")
         return reloading

@@ -1,15 +1,15 @@
-"""The owner of what was offloaded, and the token: the small CPU tensor that autograd saves in its place.
+"""The owner of an offloaded tensor, and the token: the small CPU tensor that autograd saves in its place.
 
-Why a token is built over a Python object: autograd, AOTAutograd and compiled code all drop references to a tensor's
-storage when they no longer need it, and only the storage knows. So the storage holds the owner, and the owner's death
-is the engine's news.
+A token is built over a Python object. Autograd, AOTAutograd and compiled code all drop references to a tensor's storage
+when they no longer need it, and only the storage can tell. So the storage holds the owner, and the owner's death tells
+the engine.
 
 Guarantees:
 
-* Every token has 8 bytes of its own, because a compiler may reuse the memory of a dead token for another tensor.
-* All tokens of one offload share one owner, which dies when nobody else holds it and the last storage of them dies.
-* An owner's finaliser only appends to a deque. It may run within garbage collection, on any thread, even on one that
-  holds the engine's lock: it takes no lock, allocates no tensor and calls nothing of the engine.
+* Every token has its own 8 bytes, because a compiler may reuse the memory of a dead token for another tensor.
+* All tokens of one offload share one owner. It dies when the last storage of a token dies and nothing else holds it.
+* An owner's finaliser only appends to a deque. It may run during garbage collection, on any thread, even on one that
+  holds the engine's lock: it takes no lock, allocates no tensor and calls nothing in the engine.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Engine(Protocol):
 
 
 class Owner:
-    """What is offloaded can be reloaded from ``engine`` for as long as its owner lives. Then the owner says on
-    ``dead_handles`` that its handle is not reachable any more."""
+    """Keeps an offloaded tensor reloadable from ``engine``. When the owner dies, it appends its handle, which is no
+    longer reachable, to ``dead_handles``."""
 
     __slots__ = ("__weakref__", "_dead_handles", "engine", "handle")
 
@@ -75,9 +75,9 @@ def make_token(owner: Owner) -> Tensor:
 
 
 def handle_of(token: Tensor) -> int:
-    """What is written in ``token``.
+    """The handle that is written in ``token``.
 
-    Not by ``token.item()``: that lets go of the interpreter lock, and with an I/O thread awake it comes back late.
+    ``token.item()`` would release the GIL, and while an I/O thread is awake, it takes long to acquire it again.
     """
     address = token.data_ptr()
     if not address or not token.is_cpu:

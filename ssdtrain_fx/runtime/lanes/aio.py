@@ -1,28 +1,28 @@
-"""Linux native AIO: hand a transfer to the kernel and go on; ask later what is over. No thread is involved.
+"""Linux native AIO: submit a transfer to the kernel, continue, and ask later what has completed. It uses no threads.
 
-Why: the threads that would do the same with ``pread`` and ``pwrite`` take the interpreter lock and a core from a
-computation that wants both; handing the work over costs more than the work. One ``io_submit`` of 3 MiB takes about
-0.1 ms of the caller's time, most of it for pinning pages.
+Why: threads that call ``pread`` and ``pwrite`` take the interpreter lock and a core from the computation, which needs
+both; handing a transfer to a thread costs more than the transfer. One ``io_submit`` of 3 MiB takes about 0.1 ms of the
+caller's time, most of it for pinning pages.
 
 Guarantees:
 
-* A request that :meth:`KernelAio.submit` accepted is answered exactly once, with the number of bytes that were moved,
-  which may be fewer than asked for, or with a negative errno.
-* An exception that a signal handler raises within :meth:`KernelAio.reap`, such as KeyboardInterrupt, loses no answer:
-  :meth:`KernelAio.answers` has them. Hence two methods.
-* On x86-64 answers cost no call of the kernel, unless somebody blocks for them: they are read from the ring that the
-  kernel shares with the process, as fio does with ``userspace_reap``.
-* :meth:`KernelAio.close` returns when the kernel has finished with all requests.
+* A request that :meth:`KernelAio.submit` accepted is answered exactly once: with the number of bytes moved, which may
+  be fewer than requested, or with a negative errno.
+* If a signal handler raises an exception within :meth:`KernelAio.reap`, such as KeyboardInterrupt, no answer is lost:
+  :meth:`KernelAio.answers` still returns it. This is why there are two methods.
+* On x86-64, answers need no system call, unless the caller blocks for them: they are read from the ring that the kernel
+  shares with the process, as fio does with ``userspace_reap``.
+* :meth:`KernelAio.close` returns when the kernel has finished all requests.
 
-What the caller owes:
+The caller must ensure:
 
-* The memory of a request, and its file, must live until the request is answered or the context is closed.
-* One thread at a time submits, and one reaps; these two may be different ones.
-* Cookies are not 0, and answers are fetched before the next ``reap``.
+* The memory and the file of a request live until the request is answered or the context is closed.
+* At most one thread at a time submits, and at most one reaps. These may be different threads.
+* Cookies are not 0, and ``answers`` is called before the next ``reap``.
 
 The kernel works asynchronously on files opened with O_DIRECT, on the common file systems. Elsewhere, and always for
-buffered files, it does the transfer within ``submit``: correct, though the caller waits. A context belongs to the
-process that opened it: in a forked child :meth:`KernelAio.close` does nothing.
+buffered files, it does the transfer within ``submit``: the result is correct, but the caller waits. A context belongs
+to the process that opened it: in a forked child, :meth:`KernelAio.close` does nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WRITE = 1
 RING_MAGIC = 0xA10A10A1
 
 QUEUE_DEPTH = 128
-"""Requests in flight; enough for hundreds of megabytes. The system allows 65536 to all processes together."""
+"""Maximum number of requests in flight; enough for hundreds of megabytes. The system allows 65536 for all processes."""
 
 _SYSCALLS = {  # io_setup, io_destroy, io_submit, io_getevents
     "x86_64": (206, 207, 209, 208),
@@ -49,11 +49,11 @@ _SYSCALLS = {  # io_setup, io_destroy, io_submit, io_getevents
 
 
 class AioUnavailableError(Exception):
-    """Native AIO cannot be used here; the message says why."""
+    """Native AIO cannot be used on this system; the message says why."""
 
 
 class Aio(Protocol):
-    """What a lane needs of an AIO context. Tests inject faults by implementing it."""
+    """The interface of an AIO context, as a lane uses it. Tests implement it to inject faults."""
 
     depth: int
 
@@ -67,7 +67,7 @@ class Aio(Protocol):
 
 
 class _Request(ctypes.Structure):
-    """``struct iocb`` of a little-endian machine."""
+    """``struct iocb`` on a little-endian machine."""
 
     _fields_ = (
         ("cookie", ctypes.c_uint64),
@@ -97,8 +97,8 @@ class _Event(ctypes.Structure):
 
 
 class _Ring(ctypes.Structure):
-    """``struct aio_ring``, the header of the ring; its address is the number of the context. The kernel moves ``tail``,
-    who reads answers moves ``head``."""
+    """``struct aio_ring``, the header of the ring; its address is the number of the context. The kernel advances
+    ``tail``, and the reader of answers advances ``head``."""
 
     _fields_ = (
         ("number", ctypes.c_uint32),
@@ -119,20 +119,20 @@ class _Timeout(ctypes.Structure):
 
 
 class KernelAio:
-    """One AIO context of the kernel."""
+    """One AIO context in the kernel."""
 
     def __init__(self, depth: int = QUEUE_DEPTH) -> None:
-        """Raises AioUnavailableError where the kernel, a sandbox or the machine has no native AIO."""
+        """Raises AioUnavailableError if the kernel, the sandbox or the machine does not support native AIO."""
         self.depth = depth
         self._process = os.getpid()
         machine = platform.machine()
         if not sys.platform.startswith("linux") or machine not in _SYSCALLS or sys.byteorder != "little":
-            raise AioUnavailableError(f"no native AIO is known for {sys.platform} on {machine}")
+            raise AioUnavailableError(f"native AIO is not supported for {sys.platform} on {machine}")
         setup, self._destroy_number, self._submit_number, self._getevents_number = _SYSCALLS[machine]
         library = ctypes.CDLL(None, use_errno=True)
 
         def syscall(argument_count: int) -> ctypes._NamedFuncPointer:
-            function = library["syscall"]  # each look-up is an object of its own, with its own argtypes
+            function = library["syscall"]  # each look-up returns a new object with its own argtypes
             function.restype = ctypes.c_long
             function.argtypes = [ctypes.c_long] * (1 + argument_count)
             return function
@@ -145,11 +145,11 @@ class KernelAio:
         self._destroy = syscall(1)
         self._submit = syscall(3)
         self._getevents = syscall(5)
-        # The kernel copies a request within io_submit, so that one is enough.
+        # The kernel copies a request within io_submit, so one structure is enough.
         self._request = _Request()
         self._request_list = (ctypes.c_void_p * 1)(ctypes.addressof(self._request))
         self._request_list_address = ctypes.addressof(self._request_list)
-        # Other machines may read memory out of order: events from before the tail that says that they are there.
+        # Other machines may reorder reads: they could read the events before the tail that announces them.
         self._ring = _ring_of(self._context) if machine == "x86_64" else None
         if self._ring is not None:
             self._ring_events = (_Event * self._ring.length).from_address(self._context + self._ring.header_bytes)
@@ -159,7 +159,7 @@ class KernelAio:
         self._timeout_address = ctypes.addressof(self._timeout)
 
     def submit(self, opcode: int, descriptor: int, address: int, length: int, offset: int, cookie: int) -> bool:
-        """Begin to read or write. False: the queue is full and nothing was begun. Raises OSError if it was refused."""
+        """Submit a read or write. Returns False if the queue is full, and raises OSError if the kernel refuses it."""
         request = self._request
         request.cookie = cookie
         request.opcode = opcode
@@ -176,11 +176,11 @@ class KernelAio:
         return True
 
     def reap(self, timeout_s: float) -> None:
-        """Fetch the answers of requests that are over. Blocks until there is one, at most ``timeout_s``; a signal ends
-        it early, perhaps with none."""
+        """Collect answers for :meth:`answers`. Blocks until there is one, for at most ``timeout_s``; a signal may end
+        the wait early, without an answer."""
         ring = self._ring
         if ring is not None and (timeout_s == 0 or ring.head != ring.tail):
-            return  # `answers` sees them
+            return  # `answers` reads them from the ring
         self._timeout.seconds = int(timeout_s)
         self._timeout.nanoseconds = int(timeout_s % 1 * 1e9)
         count = self._getevents(
@@ -197,9 +197,9 @@ class KernelAio:
                 raise OSError(number, f"io_getevents: {os.strerror(number)}")
 
     def answers(self) -> list[tuple[int, int]]:
-        """The cookies and results that the last :meth:`reap` fetched, or that have come since.
+        """Return the cookies and results that the last :meth:`reap` collected, or that have arrived since.
 
-        An exception of a signal handler can make the next call tell them again; it loses none.
+        If a signal handler raises an exception here, the next call may repeat answers, but none is lost.
         """
         answers: list[tuple[int, int]] = []
         for event in self._events:
@@ -216,18 +216,19 @@ class KernelAio:
             event = self._ring_events[head]
             answers.append((event.cookie, event.result))
             head = (head + 1) % ring.length
-        self._events[0].cookie = 0  # signals are looked for at calls and at the ends of loops: from here on at none
+        # Python checks signals at calls and at loop ends; there are none from here to the end, so both stores happen.
+        self._events[0].cookie = 0
         ring.head = head
         return answers
 
     def close(self) -> None:
-        """Wait until the kernel has finished with all requests; what was not reaped is forgotten."""
+        """Wait until the kernel has finished all requests. Answers that were not reaped are discarded."""
         context, self._context, self._ring = self._context, 0, None
         if context and self._process == os.getpid():
             self._destroy(self._destroy_number, context)
 
 
 def _ring_of(context: int) -> _Ring | None:
-    """None where the kernel, or what stands for it in a sandbox, keeps no ring of the layout that is known here."""
+    """The ring of a context; None if the kernel, or a sandbox that emulates it, uses another ring layout."""
     ring = _Ring.from_address(context)
     return ring if ring.magic == RING_MAGIC and ring.incompatible_features == 0 else None

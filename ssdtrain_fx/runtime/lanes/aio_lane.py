@@ -1,8 +1,8 @@
 """A lane for CPU tensors without threads: the ops drive it, and the kernel moves the data (native AIO).
 
-Why: see :mod:`ssdtrain_fx.runtime.lanes.aio`. The disk writes straight from the tensor and reads straight into the one that
-``reload`` returns. Direct I/O moves whole pages; tensors start and end anywhere. So the bytes in front of the first
-page and behind the last one stay in memory, and the tensor that comes back lies on its pages as the one that left::
+Why: see :mod:`ssdtrain_fx.runtime.lanes.aio`. The file is written directly from the tensor and read directly into the
+tensor that ``reload`` returns. Direct I/O moves whole pages, but tensors start and end anywhere. So the bytes before
+the first page boundary and after the last one stay in memory, and both tensors have the same offset within a page::
 
     page        |         |         |         |         |
     tensor            [===|=========|=========|====]
@@ -12,26 +12,27 @@ page and behind the last one stay in memory, and the tensor that comes back lies
 
     offload   source --io_submit--> file                                 while the kernel takes requests
               source ---copy---> staging buffer --io_submit--> file      small tensors, while there are buffers
-    any op    goes on with what is queued, reads first; takes note of what is over where it matters to somebody
-    release   goes on until every byte of the tensor has been written, or copied
+    any op    submits queued requests, reads first; collects answers if requests are queued or room is short
+    release   continues until every byte of the tensor is written or copied
     reload    file --io_submit--> y
-    wait      goes on until every read into y is over
+    wait      continues until every read into y has completed
 
 Guarantees:
 
-* A tensor that is being written, a staging buffer, a target and the file are held until the kernel is done with them,
-  whatever the user drops. Requests are recorded before they are submitted, so that an exception cannot lose one.
-* One thread at a time takes answers from the kernel, and may block for them without the ledger's lock; the others wait
-  for it. Were there two, then 1. A blocks for an answer, 2. B takes the answer A is blocked for, 3. A blocks for ever.
-* Who blocks has first seen to it that nothing can be begun; and if nothing is under way, it is told so instead.
-* A failed write loses nothing: the tensor is released, and a buffer goes back to the pool, only after the bytes are in
-  ordinary memory.
-* The targets of reads own all pages that they touch. Nobody writes to these pages in the parent
-  before the read is over, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.memory.staging`).
-* An unexpected exception within the bookkeeping stops the engine with an error; nobody waits for ever.
+* A source tensor, a staging buffer, a read target and the file are held until the kernel has finished with them, even
+  if the user drops them. Requests are recorded before they are submitted, so that an exception cannot lose one.
+* One thread at a time takes answers from the kernel, and may block for them without the ledger's lock; other threads
+  wait for it. With two, 1. A blocks for an answer, 2. B takes the answer A is blocked for, 3. A blocks forever.
+* Before a thread blocks, every request that can begin has begun. If nothing is in flight, :meth:`wait_for_progress`
+  returns False instead of blocking.
+* A failed write loses nothing: its bytes are copied to ordinary memory before the tensor is released or the buffer
+  returns to the pool.
+* A read target owns all pages that it touches. The parent process does not write to these pages before the read has
+  completed, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.memory.staging`).
+* An unexpected exception within the bookkeeping stops the engine with an error; no thread waits forever.
 
-What completes between two ops is noticed by the next one that waits for something, or that needs room: nobody needs to
-know before, and where :mod:`ssdtrain_fx.runtime.lanes.aio` cannot look into memory for it, to ask takes a call of the kernel.
+A transfer that completes between two ops is noticed by the next op that waits or needs room. It is not needed earlier,
+and where :mod:`ssdtrain_fx.runtime.lanes.aio` cannot read answers from memory, asking for them costs a system call.
 """
 
 from __future__ import annotations
@@ -62,24 +63,24 @@ from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Patience
 from ssdtrain_fx.runtime.storage.spill_file import bytes_done
 
 DIRECT_CHUNK_BYTES = 16 << 20
-"""Every chunk costs the computing thread some Python, which runs with cold caches there: 20 of the 126 ms that the ops
-took of a BERT step went when chunks of 4 MiB became larger than the tensors (2 cores, 2026-11-21)."""
+"""Every chunk runs some Python on the computing thread, with cold caches. The ops of a BERT step took 126 ms with
+chunks of 4 MiB, and 20 ms less with chunks larger than the tensors (2 cores, 2026-11-21)."""
 BUSY_BYTES = 4 << 20
-"""A request of that size keeps the disk busy alone. A guess."""
+"""One request of this size keeps the disk busy. A guess."""
 
 FROM_SOURCE_BYTES = 256 << 10
-"""From this size on tensors are written from where they are. Pinning their pages takes less time than a copy; smaller
-tensors save little, and their edges weigh more. A guess, not measured."""
+"""Tensors of at least this size are written directly, without staging. Pinning their pages takes less time than a copy;
+smaller tensors save little, and their edges weigh more. A guess, not measured."""
 
 
 class _Transfer:
-    """The pages of one chunk between memory, from ``address`` on, and the file. ``fill`` is set for reads, ``buffer``
-    for writes from staging."""
+    """Moves the pages of one chunk between the memory at ``address`` and the file. ``fill`` is set for reads,
+    ``buffer`` for writes from staging."""
 
     done = 0
     began_ns = 0
     timed: Transfer | None = None
-    """While the kernel has it."""
+    """Set while the request is in flight."""
 
     def __init__(self, chunk: Chunk, address: int, fill: Fill | None, buffer: StagingBuffer | None) -> None:
         slot = chunk.entry.slot
@@ -95,7 +96,7 @@ class _Transfer:
 
 
 class AioLane(Lane):
-    """All methods but :meth:`close` and :meth:`allocate` need the ledger's lock."""
+    """All methods except :meth:`close` and :meth:`allocate` need the ledger's lock."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class AioLane(Lane):
         self.io_path += ", native AIO"
         self.direct_chunk_bytes = direct_chunk_bytes
         self.planned_staging_bytes = 0
-        self._from_source_bytes = max(from_source_bytes, 2 * ALIGNMENT_BYTES)  # there is a whole page in it
+        self._from_source_bytes = max(from_source_bytes, 2 * ALIGNMENT_BYTES)  # contains a whole page
         self._reads: collections.deque[_Transfer] = collections.deque()
         self._copies: collections.deque[Chunk] = collections.deque()
         self._writes: collections.deque[_Transfer] = collections.deque()
@@ -126,7 +127,7 @@ class AioLane(Lane):
         self._closing = False
 
     def __del__(self) -> None:
-        """The kernel must be done before the buffers and targets go, also where nobody called :meth:`close`."""
+        """Wait for the kernel even if :meth:`close` was not called: buffers and targets are freed only after it."""
         if not self._abandoned:
             self._aio.close()
 
@@ -165,7 +166,7 @@ class AioLane(Lane):
         try:
             if self._huge_pages.has_grant:
                 self._huge_pages.put_under_heap()
-            if self._has_backlog or fill.entry.busy > len(fill.entry.chunks):  # perhaps its write is over by now
+            if self._has_backlog or fill.entry.busy > len(fill.entry.chunks):  # its write may have completed
                 self._reap()
             for chunk in fill.entry.chunks:
                 self._read(fill, chunk)
@@ -200,7 +201,7 @@ class AioLane(Lane):
     def allocate(
         self, entry: Entry, stride: Sequence[int], device: torch.device, idle_bytes: int | None = None
     ) -> Tensor:
-        """A tensor at the start of its storage, with memory for whole pages."""
+        """Allocate a tensor at the start of its storage, with memory for whole pages."""
         if entry.byte_count == 0:
             return super().allocate(entry, stride, device)
         y = self._tensor_memory.allocate(
@@ -232,7 +233,7 @@ class AioLane(Lane):
 
     @property
     def _has_backlog(self) -> bool:
-        """To know what is over would let something begin, or somebody records when things end."""
+        """Whether collecting answers now could let a request begin, or a trace is recording when transfers end."""
         return bool(
             self._reads
             or self._writes
@@ -244,7 +245,8 @@ class AioLane(Lane):
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Submit what is queued, reads first, and what there is room for of what has not left its tensor."""
+        """Submit queued reads, then queued writes, then as many chunks as there is room for that are still to be
+        written or copied from their tensors."""
         has_room = not self._reads or self._submit(self._reads)
         has_room = has_room and (not self._writes or self._submit(self._writes))
         while self._copies:
@@ -279,7 +281,7 @@ class AioLane(Lane):
         return _Transfer(chunk, address, None, None)
 
     def _read(self, fill: Fill, chunk: Chunk) -> None:
-        """From memory where the bytes are still there, else from the file."""
+        """Read ``chunk`` from the file, or copy it from memory if its bytes are still there."""
         target = fill.target
         assert target is not None
         address = target.address + chunk.start
@@ -293,7 +295,7 @@ class AioLane(Lane):
         self._read_is_over(fill, chunk)
 
     def _address_of(self, chunk: Chunk) -> int:
-        """Where in memory the bytes are that are not in the file."""
+        """The memory that holds the bytes of ``chunk`` while they are not in the file."""
         source = chunk.entry.source
         if chunk.staging is not None:
             return chunk.staging.address
@@ -307,7 +309,7 @@ class AioLane(Lane):
         source = entry.source
         assert source is not None
         began_ns = time.perf_counter_ns()
-        # On all of torch's threads, which have nothing else to do while this one is here.
+        # The copy uses all of torch's threads, which are unused while this thread is here.
         buffer.as_bytes(chunk.length).copy_(source.as_bytes()[chunk.start : chunk.start + chunk.length])
         if self._checksum:
             chunk.checksum = checksum_of(buffer.view[: chunk.length])
@@ -323,7 +325,7 @@ class AioLane(Lane):
             queue.append(transfer)
 
     def _submit(self, queue: collections.deque[_Transfer]) -> bool:
-        """Whether everything in ``queue`` is under way, or over."""
+        """Submit ``queue`` in order. Returns whether all of it is in flight or finished."""
         while queue:
             if not self._start(queue[0]):
                 return False
@@ -331,7 +333,7 @@ class AioLane(Lane):
         return True
 
     def _start(self, transfer: _Transfer) -> bool:
-        """Hand ``transfer`` to the kernel, unless nobody needs it any more. False: not now, there is no room."""
+        """Submit ``transfer``, or drop it if it is no longer needed. Returns False if there is no room now."""
         aio, ledger, in_flight = self._aio, self._ledger, self._in_flight
         if len(in_flight) >= aio.depth:
             return False
@@ -358,15 +360,15 @@ class AioLane(Lane):
             del in_flight[cookie]
             if error is None:
                 if in_flight:
-                    return False  # one that ends makes room
-                error = OSError(errno.EAGAIN, "the kernel takes no request although none is under way")
+                    return False  # a request that completes makes room
+                error = OSError(errno.EAGAIN, "the kernel accepts no request although none is in flight")
         self._finish(transfer, error)
         return True
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Take note of what is over, without blocking; a thread that is blocked for it does so itself."""
+        """Collect answers without blocking. If another thread is blocked for answers, that thread collects them."""
         if self._in_flight and not self._reaping:
             try:
                 self._aio.reap(0.0)
@@ -393,13 +395,14 @@ class AioLane(Lane):
                 raise
 
     def _take_answers(self, end_s: float | None) -> None:
-        """``end_s`` is when the kernel was done; None where that was some time ago."""
+        """Finish the transfers that have answers. ``end_s`` is when they completed; None if only an upper bound is
+        known."""
         for cookie, result in self._aio.answers():
             transfer = self._in_flight.pop(cookie, None)
             if transfer is not None:
                 timed, transfer.timed = transfer.timed, None
                 assert timed is not None
-                if end_s is None:  # the disk may have rested since: it is at least so fast
+                if end_s is None:  # the disk may have been idle since: the rate is a lower bound
                     found_s, busy_with = self._ledger.traffic.clock(), math.inf
                 else:
                     found_s, busy_with = end_s, self.busy_with if transfer.total < BUSY_BYTES else 1
@@ -456,8 +459,8 @@ class AioLane(Lane):
         self._read_is_over(fill, chunk)
 
     def _abandon(self, transfer: _Transfer) -> None:
-        """Nobody needs it, and it has not begun."""
-        if transfer.chunk.state is ChunkState.CANCELLED:  # before it left its tensor: that is settled
+        """Drop a transfer that is no longer needed and has not begun."""
+        if transfer.chunk.state is ChunkState.CANCELLED:  # cancelled before it left its tensor: already settled
             return
         if transfer.fill is not None:
             self._read_is_over(transfer.fill, transfer.chunk)
@@ -466,7 +469,7 @@ class AioLane(Lane):
         self._ledger.cancel(transfer.chunk)
 
     def _leave_memory(self, transfer: _Transfer) -> None:
-        """What is written needs its buffer, or its tensor, no more."""
+        """Drop the staging buffer, or the source tensor, that a write no longer needs."""
         chunk = transfer.chunk
         if transfer.buffer is None:
             chunk.entry.uncopied -= 1
@@ -476,7 +479,8 @@ class AioLane(Lane):
             self.pool.drop_user(transfer.buffer)
 
     def _stop(self, failure: BaseException) -> None:
-        """An exception within the bookkeeping, even KeyboardInterrupt, may leave a chunk neither here nor there."""
+        """Stop the engine: an exception in the bookkeeping, even KeyboardInterrupt, may leave a chunk in no valid
+        state."""
         self._ledger.failure = failure
         self._ledger.progress.notify_all()
 

@@ -1,14 +1,14 @@
-"""Whether CUDA tensors go through KvikIO: decided by what a trial in another process shows.
+"""The decision whether CUDA tensors go through KvikIO, based on a trial in another process.
 
-Why another process: where driver, library and drive do not fit together, KvikIO's calls do not fail, they hang. A
-thread that hangs in them cannot be stopped; a process can.
+Why another process: if driver, library and drive do not work together, KvikIO's calls do not fail but hang. A thread
+that hangs in them cannot be stopped; a process can.
 
 Guarantees:
 
-* Without a usable GPU, or without KvikIO, nothing of it is imported.
-* With ``io="auto"`` it is used only where it says that GPUDirect Storage is there, where a trial moved bytes both ways
-  without changing one, and where that took less time than through pinned host memory.
-* With ``io="kvikio"`` the trial must come back with the right bytes; how fast it was does not count.
+* Without a usable GPU, or without KvikIO, no part of KvikIO is imported.
+* With ``io="auto"``, KvikIO is used only if it reports that GPUDirect Storage is available, a trial moved bytes both
+  ways without changing one, and that took less time than through pinned host memory.
+* With ``io="kvikio"``, the trial must return the right bytes; its speed does not matter.
 * A trial that hangs is killed after ``TRIAL_TIMEOUT_S``.
 """
 
@@ -37,11 +37,11 @@ from ssdtrain_fx.runtime.config import IOPath
 log = logging.getLogger(__name__)
 
 TRIAL_TIMEOUT_S = 120.0
-"""Ten times what it takes to import torch and to make a CUDA context on a slow machine."""
+"""Ten times what it takes to import torch and create a CUDA context on a slow machine."""
 
 
 class Cuda(Protocol):
-    """The part of ``torch.cuda`` that is asked before KvikIO is touched."""
+    """The part of ``torch.cuda`` that is queried before KvikIO is imported."""
 
     def is_available(self) -> bool: ...
 
@@ -50,7 +50,7 @@ class Cuda(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kvikio:
-    """The module, and whether it moves bytes past the host."""
+    """The module, and whether its transfers bypass host memory."""
 
     module: Any
     gds: bool
@@ -58,28 +58,28 @@ class Kvikio:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """What a trial showed; it fails where a byte came back changed."""
+    """The result of a trial in which no byte changed; otherwise the trial fails."""
 
     gds: bool
-    """KvikIO says that GPUDirect Storage is there."""
+    """KvikIO reports that GPUDirect Storage is available."""
     kvikio_s: float
-    """Time for a set of tensors to go and to come back through KvikIO."""
+    """Time to offload and reload a set of tensors through KvikIO."""
     staged_s: float
     """The same through pinned host memory."""
 
 
 class TrialError(Exception):
-    """A trial did not end well; the message says how."""
+    """A trial failed; the message says how."""
 
 
 RunTrial = Callable[[str, tuple[str, ...]], Trial]
 
 
 def may_use_kvikio(io: IOPath, cuda: Cuda = torch.cuda) -> bool:
-    """Whether ``io`` allows KvikIO and it is there. Imports nothing.
+    """Whether ``io`` allows KvikIO and it is available. Imports nothing.
 
     Raises:
-        ConfigError: ``io`` demands it, and it is not there.
+        ConfigError: ``io`` requires KvikIO, and it is not available.
     """
     if io in ("posix", "aio"):
         return False
@@ -96,10 +96,10 @@ def may_use_kvikio(io: IOPath, cuda: Cuda = torch.cuda) -> bool:
 def choose_kvikio(
     io: IOPath, directories: Sequence[str], cuda: Cuda = torch.cuda, run_trial: RunTrial | None = None
 ) -> Kvikio | None:
-    """KvikIO, imported, where it is to be used for CUDA tensors in ``directories``; None where it is not.
+    """Import KvikIO if it is to be used for CUDA tensors in ``directories``. Returns None if it is not.
 
     Raises:
-        ConfigError: ``io`` demands it, and it does not work.
+        ConfigError: ``io`` requires KvikIO, and it does not work.
     """
     if not may_use_kvikio(io, cuda):
         return None
@@ -107,7 +107,7 @@ def choose_kvikio(
         trial = (run_trial or run_trial_once)(f"cuda:{cuda.current_device()}", tuple(directories))
     except TrialError as error:
         if io == "kvikio":
-            raise ConfigError(f'io="kvikio": {error}. Repair it, or use "posix", which works everywhere.') from error
+            raise ConfigError(f'io="kvikio": {error}. Fix this, or set io="posix", which works everywhere.') from error
         log.info("CUDA tensors go through host memory: %s.", error)
         return None
     log.info("trial of KvikIO in %s: %s", ", ".join(directories), trial)
@@ -118,19 +118,19 @@ def choose_kvikio(
 
 @functools.cache
 def run_trial_once(device: str, directories: tuple[str, ...]) -> Trial:
-    """The trial of :mod:`ssdtrain_fx.runtime.kvikio_trial`, once per process. Raises TrialError."""
+    """Run the trial of :mod:`ssdtrain_fx.runtime.kvikio_trial`, once per process. Raises TrialError."""
     return run_in_child([sys.executable, "-m", "ssdtrain_fx.runtime.kvikio_trial", device, *directories])
 
 
 def run_in_child(command: Sequence[str], timeout_s: float = TRIAL_TIMEOUT_S) -> Trial:
-    """What ``command`` prints on its last line, as JSON.
+    """Run ``command`` and return the trial that it prints as JSON on its last line.
 
     Raises:
         TrialError: it failed, printed something else, or took longer than ``timeout_s`` and was killed.
     """
     root = str(Path(__file__).parents[3])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-    # Files, not pipes: a child that even a kill does not end must not hold us up by its end of a pipe.
+    # Files, not pipes: a child that survives the kill would block this process by its end of a pipe.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environment)
@@ -139,7 +139,7 @@ def run_in_child(command: Sequence[str], timeout_s: float = TRIAL_TIMEOUT_S) -> 
         try:
             code = child.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise TrialError(f"the trial of KvikIO did not end within {timeout_s:g} s and was killed") from error
+            raise TrialError(f"the trial of KvikIO did not finish within {timeout_s:g} s and was killed") from error
         finally:
             child.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -150,7 +150,7 @@ def run_in_child(command: Sequence[str], timeout_s: float = TRIAL_TIMEOUT_S) -> 
     try:
         return Trial(**json.loads(line))
     except (ValueError, TypeError) as error:
-        raise TrialError(f"the trial of KvikIO printed {line!r}") from error
+        raise TrialError(f"the trial of KvikIO printed {line!r}, expected its result as JSON") from error
 
 
 def _last_line(file: IO[bytes]) -> str:

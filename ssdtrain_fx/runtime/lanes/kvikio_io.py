@@ -1,16 +1,16 @@
-"""Straight from GPU memory to the file and back, through KvikIO, where GPUDirect Storage is there.
+"""Transfers between GPU memory and the file through KvikIO, direct where GPUDirect Storage is available.
 
-Whether it is used at all is decided in :mod:`ssdtrain_fx.runtime.lanes.kvikio_choice`.
+:mod:`ssdtrain_fx.runtime.lanes.kvikio_choice` decides whether it is used.
 
 Guarantees:
 
-* A transfer starts after the event that says that the memory is ready; KvikIO itself knows nothing of torch's streams.
-* Futures, tensors and the file are held until the transfer is over, and every result is asked for exactly once.
-* When a transfer has failed, nothing of it is under way any more. KvikIO cuts transfers into tasks, and before 26.10 it
-  reports the first one that fails while others run on: they would write to a slot or to memory that is somebody else's
-  by then. So each transfer is one task, and what works in parallel are the threads of the lane.
-* A tensor is let go before anybody hears that its transfer is over. Errors hold the frames that they passed, which hold
-  the tensor: so errors are kept without their tracebacks, and of KvikIO's own ones only the text.
+* A transfer starts after the event that marks its memory as ready; KvikIO itself does not know torch's streams.
+* Futures, tensors and the file are held until the transfer has finished, and every result is requested exactly once.
+* When a transfer has failed, no part of it is in flight. KvikIO splits transfers into tasks, and before 26.10 it
+  reports the first failure while other tasks still run: these could write to a slot or to memory that has been reused.
+  So each transfer is one task, and the threads of the lane provide the parallelism.
+* A tensor is dropped before its transfer is reported as finished. Errors hold the frames that they passed, which hold
+  the tensor. So errors are kept without their tracebacks, and only the text of KvikIO's own errors is kept.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from ssdtrain_fx.runtime.policy.patience import Patience
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
 
 CHUNK_BYTES = 16 << 20
-"""Small enough for a large tensor to keep all threads of the lane busy. A guess, not measured."""
+"""Small enough that a large tensor keeps all threads of the lane busy. A guess, not measured."""
 
 
 class DeviceFile:
-    """The spill file as KvikIO sees it, for CUDA tensors."""
+    """The spill file, accessed through KvikIO, for CUDA tensors."""
 
     def __init__(self, kvikio: Any, file: ChunkFile) -> None:
         self._kvikio = kvikio
@@ -54,11 +54,11 @@ class DeviceFile:
         """By descriptor."""
 
     def write(self, data: Tensor, offset_bytes: int) -> None:
-        """All bytes of ``data`` (uint8, one dimension) are in the file when it returns. Raises OSError."""
+        """Write all bytes of ``data`` (uint8, one dimension) to the file. Raises OSError."""
         self._transfer("write", data, offset_bytes)
 
     def read(self, data: Tensor, offset_bytes: int) -> None:
-        """All bytes of ``data`` (uint8, one dimension) have come from the file when it returns. Raises OSError."""
+        """Fill ``data`` (uint8, one dimension) from the file. Raises OSError."""
         self._transfer("read", data, offset_bytes)
 
     def close(self) -> None:
@@ -86,19 +86,19 @@ class DeviceFile:
 
 
 class KvikioMover(CudaMover):
-    """Events as in the staged path; the bytes need no staging."""
+    """Events as on the staged path; the bytes need no staging."""
 
     enqueues = False
 
 
 class KvikioLane(ThreadLane):
-    """A lane whose chunks go SOURCE -> COPYING -> ON_DISK, or KEPT, without a staging buffer."""
+    """A lane whose chunks go SOURCE -> COPYING -> ON_DISK (or KEPT), without a staging buffer."""
 
     def __init__(self, ledger: Ledger, kvikio: Kvikio, mover: CudaMover, drive_count: int = 1) -> None:
         super().__init__(ledger, mover, StagingPool(0), thread_count=mover.thread_count * drive_count, checksum=False)
         self.chunk_bytes = math.gcd(CHUNK_BYTES, ledger.file.stripe_bytes or CHUNK_BYTES)
         self.staging_bytes = self.planned_staging_bytes = 0
-        self.busy_with = drive_count  # KvikIO has one thread, unless somebody gives it more
+        self.busy_with = drive_count  # KvikIO has one thread by default
         self._device_file = DeviceFile(kvikio.module, ledger.file)
         self.io_path = "KvikIO with GPUDirect Storage" if kvikio.gds else "KvikIO through host memory"
 
@@ -122,7 +122,7 @@ class KvikioLane(ThreadLane):
     def _write_directly(self, chunk: Chunk, sources: list[Region]) -> None:
         transfer = self._begin_after(chunk.entry.ready, Direction.WRITE)
         began_ns = time.perf_counter_ns()
-        # Popped: when a release hears that its tensor has left, nobody here may hold it any more.
+        # Popped: when `release` learns that the tensor has left, no reference to it may remain here.
         error, kept, end_s = self._save(chunk, sources.pop())
         if error is not None:
             with self._ledger.lock:
@@ -136,7 +136,7 @@ class KvikioLane(ThreadLane):
             self._copied(chunk)
 
     def _save(self, chunk: Chunk, source: Region) -> tuple[OSError | None, Tensor | None, float]:
-        """Write ``chunk``. Returns the error, a copy of the bytes if there was one, and when the transfer ended."""
+        """Write ``chunk``. Returns the error, a copy of the bytes if there is an error, and the end of the transfer."""
         slot = chunk.entry.slot
         assert slot is not None
         data = source.as_bytes()[chunk.start : chunk.start + chunk.length]
@@ -168,14 +168,14 @@ class KvikioLane(ThreadLane):
             self._issued(fill, chunk, None, None)
 
     def _begin_after(self, ready: Mark, direction: Direction) -> Transfer:
-        """Wait for the device first: its time says nothing of the disk."""
+        """Begin a transfer after the device is ready: the wait for the device says nothing about the disk."""
         self.mover.wait_host(ready)
         with self._ledger.lock:
             return self._ledger.traffic.begin(direction)
 
 
 def _error_of(transfer: Callable[[Tensor, int], None], data: Tensor, offset_bytes: int) -> OSError | None:
-    """What ``transfer`` raises."""
+    """Run ``transfer`` and return the OSError that it raises, without its traceback."""
     try:
         transfer(data, offset_bytes)
     except OSError as error:

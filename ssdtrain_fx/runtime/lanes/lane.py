@@ -1,6 +1,6 @@
-"""What a lane is: it moves the chunks of one kind of device between tensors and the file.
+"""Lanes: a lane moves the chunks of one kind of device between tensors and the file.
 
-There are two kinds, which differ in who does the work: :mod:`ssdtrain_fx.runtime.lanes.thread_lane` has threads of its own,
+There are two kinds. :mod:`ssdtrain_fx.runtime.lanes.thread_lane` has its own threads, and
 :mod:`ssdtrain_fx.runtime.lanes.aio_lane` works within the ops and leaves the transfers to the kernel.
 """
 
@@ -22,30 +22,30 @@ from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Patience
 
 
 class ChecksumError(Exception):
-    """The file holds other bytes than were written."""
+    """The file does not hold the bytes that were written."""
 
 
 class Lane(abc.ABC):
-    """The engine's view of a lane, and the bookkeeping at the ends of transfers. Methods that say so need the ledger's
+    """The engine's view of a lane, and the bookkeeping when transfers end. Methods that say so need the ledger's
     lock."""
 
     has_host_tier = False
-    """Bytes may stay in its staging buffers, beside the memory that tensors come from."""
+    """Bytes may stay in its staging buffers, because tensors live in other memory."""
     busy_with = 2
-    """Transfers in one direction that keep the disk busy."""
+    """The number of transfers in one direction that keeps the disk busy."""
 
     def __init__(self, ledger: Ledger, mover: Mover, pool: StagingPool, *, checksum: bool) -> None:
         self.mover = mover
         self.pool = pool
         self.chunk_bytes = pool.chunk_bytes
         self.direct_chunk_bytes = pool.chunk_bytes
-        """The same for tensors that are written from where they are."""
+        """The same for tensors that are written without staging."""
         self.io_path = ledger.file.io_path
         """See :attr:`ssdtrain_fx.runtime.statistics.Statistics.io_path`."""
         self.staging_bytes = pool.buffer_limit * pool.chunk_bytes
         """How many bytes may be between staged tensors and the file."""
         self.planned_staging_bytes = self.staging_bytes
-        """The same for the large tensors that plans are about."""
+        """The same for the large tensors that plans move."""
         self._ledger = ledger
         self._checksum = checksum
 
@@ -53,53 +53,53 @@ class Lane(abc.ABC):
 
     @property
     def idle_bytes(self) -> int:
-        """Memory that is kept for reads and used by none."""
+        """Bytes that are kept for reads and currently unused."""
         return 0
 
     def release_idle(self) -> None:
-        """Give it back."""
+        """Return the unused memory to the system."""
         return
 
     def writes_from_source(self, entry: Entry) -> bool:
-        """Whether the bytes of ``entry`` go to the file from where they are, without staging."""
+        """Whether the bytes of ``entry`` are written straight from the tensor, without staging."""
         return False
 
     @abc.abstractmethod
     def enlist_copies(self, entry: Entry) -> None:
-        """Have the chunks of ``entry`` written. Needs the lock."""
+        """Queue the chunks of ``entry`` to be written. Needs the lock."""
 
     @abc.abstractmethod
     def enlist_reads(self, fill: Fill) -> None:
-        """Have the chunks of ``fill`` brought back. Needs the lock."""
+        """Queue the chunks of ``fill`` to be reloaded. Needs the lock."""
 
     @abc.abstractmethod
     def hurry(self, fill: Fill) -> None:
-        """Somebody waits for ``fill``: it goes before all that has not begun. Needs the lock."""
+        """Move ``fill`` before everything that has not begun, because a thread waits for it. Needs the lock."""
 
     @abc.abstractmethod
     def close(self, patience: Patience) -> bool:
-        """Finish what was begun and drop the rest. The ledger is closed already.
+        """Finish what has begun and drop the rest. The ledger is already closed.
 
-        False: patience ran out. Then buffers and tensors are left to the transfers that may still use them."""
+        False: patience ran out, and buffers and tensors are left to the transfers that may still use them."""
 
     def begin_copies(self) -> None:
-        """Begin copies on the caller's thread, where a device does them. After ``enlist_copies``, without the lock."""
+        """Begin copies on the caller's thread if a device does them. After ``enlist_copies``, without the lock."""
         return
 
     def make_progress(self) -> None:
-        """Take note of what is over and begin what can begin. Never blocks for the disk. Needs the lock."""
+        """Note what has finished and begin what can begin. Never blocks on the disk. Needs the lock."""
         return
 
     def wait_for_progress(self, timeout_s: float = BLOCK_S) -> bool:
-        """Block until something is over, with the lock given away meanwhile; call it in a loop. False: nothing is under
-        way, and waiting would be in vain."""
+        """Block until a transfer finishes, with the lock released; call it in a loop. False: nothing is in flight, so
+        waiting is pointless."""
         self._ledger.progress.wait(timeout_s)
         return True
 
     def allocate(
         self, entry: Entry, stride: Sequence[int], device: torch.device, idle_bytes: int | None = None
     ) -> Tensor:
-        """A tensor like ``entry`` that reads can go into. ``idle_bytes``: see ``Engine.reload``."""
+        """Allocate a tensor like ``entry`` as the target of reads. ``idle_bytes``: see ``Engine.reload``."""
         return torch.empty_strided(entry.size, stride, dtype=entry.dtype, device=device)
 
     # -- ends of transfers, with the lock held -------------------------------------------------------------------------
@@ -109,12 +109,12 @@ class Lane(abc.ABC):
         self._ledger.counters.in_flight_bytes += fill.entry.byte_count
 
     def _end(self, transfer: Transfer, chunk: Chunk, end_s: float, error: BaseException | None) -> None:
-        """``chunk`` was moved between memory and the file, or could not be."""
+        """Note that ``chunk`` was moved between memory and the file, or that ``error`` prevented it."""
         length = chunk.length if error is None else 0
         self._ledger.traffic.end(transfer, length, end_s, busy_with=self.busy_with)
 
     def _written(self, chunk: Chunk, kept: Tensor | None) -> None:
-        """The chunk is in the file, or in ``kept`` because it could not be written."""
+        """Note that the chunk is in the file, or in ``kept`` because it could not be written."""
         counters = self._ledger.counters
         counters.unwritten_bytes -= chunk.length
         if kept is None:
@@ -136,7 +136,7 @@ class Lane(abc.ABC):
     def _trace(
         self, name: str, chunk: Chunk, began_ns: int, error: BaseException | None = None, *, asynchronous: bool = False
     ) -> None:
-        """``chunk`` has been moved since ``began_ns`` (``time.perf_counter_ns``)."""
+        """Record that ``chunk`` was moved from ``began_ns`` (``time.perf_counter_ns``) until now."""
         trace = self._ledger.trace
         if trace is not None:
             trace.add_transfer(name, began_ns, chunk, error, asynchronous=asynchronous)
@@ -147,7 +147,7 @@ class Lane(abc.ABC):
             trace.add_levels(staging_bytes=self.pool.used_bytes, in_flight_bytes=self._ledger.counters.in_flight_bytes)
 
     def _read_is_over(self, fill: Fill, chunk: Chunk) -> None:
-        """``chunk`` has come back without a staging buffer, or nobody wants it."""
+        """End a read of ``chunk`` that used no staging buffer, or that is not needed any more."""
         fill.unissued -= 1
         self._finish_read(fill, chunk, None)
 
@@ -159,13 +159,13 @@ class Lane(abc.ABC):
 
 
 def checksum_of(data: memoryview) -> int:
-    """XXH3, 64 bits: many times faster than CRC-32, faster than a copy, and without the interpreter lock. It tells
-    damage from data; it does not stop somebody who forges it."""
+    """XXH3, 64 bits: many times faster than CRC-32, faster than a copy, and computed without the GIL. It detects
+    damage, but not a deliberate forgery."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def checksum_error(chunk: Chunk, data: memoryview) -> ChecksumError | None:
-    """Whether ``data`` is what was written for ``chunk``."""
+    """An error if ``data`` is not what was written for ``chunk``."""
     if checksum_of(data) == chunk.checksum:
         return None
     return ChecksumError(f"checksum mismatch in the {chunk.length} bytes from byte {chunk.start} on")

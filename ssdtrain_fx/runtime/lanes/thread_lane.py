@@ -1,28 +1,31 @@
 """The I/O threads for one kind of device, and what they do with a chunk.
 
-Why threads: they work everywhere, also with buffered files and with devices that have to be waited for. Two threads
-with large direct transfers reach what the disk can do, and neither ``pwrite`` nor ``memmove`` holds the interpreter
-lock. For CPU tensors :mod:`ssdtrain_fx.runtime.lanes.aio_lane` is preferred where it works.
+Threads work everywhere, including with buffered files and with devices that have to be waited for. Two threads with
+large direct transfers reach the rate of the disk, and neither ``pwrite`` nor ``memmove`` holds the GIL. For CPU tensors
+:mod:`ssdtrain_fx.runtime.lanes.aio_lane` is preferred where it works.
 
-On a GPU staging is a tier of its own, between the device and the file: :mod:`ssdtrain_fx.runtime.policy.host_tier` says which
-bytes stay there, and which come back to it before they are asked for.
+On a GPU, staging is a separate tier between the device and the file: :mod:`ssdtrain_fx.runtime.policy.host_tier` says
+which bytes stay there, and which are read into it before they are requested.
 
 Guarantees:
 
-* Order of importance: reads that somebody waits for; reads, because a ``wait`` will need them; copies out of tensors,
-  because a ``release`` will; writes; what is read ahead. Each queue is first in, first out.
-* Where the processor can read what the disk writes, reads go straight into the tensor; else through a staging buffer.
+* Order of priority: reads that a thread waits for; reads, because a ``wait`` will need them; copies out of tensors,
+  because a ``release`` will need them; writes; reads ahead. Each queue is first in, first out.
+* Reads of CPU tensors go straight into the tensor, other reads go through a staging buffer.
 * No thread waits for a staging buffer while it holds one, and copies leave one buffer to reads. So a staged write can
-  always go on, each write frees a buffer, and nothing stops for ever. What is held in the host tier is the exception,
-  so it is written as soon as copies or reads lack buffers and fewer will come free than there are threads to use them.
-* Reading ahead leaves one buffer to each thread and one to reads, and one thread to what is asked for. What it has
-  read is dropped when a copy or a read lacks a buffer. That it fails is no error: the read that is asked for will say.
-* The targets of reads without staging start on a page and own all pages that they touch. Nobody writes to these pages
-  in the parent before the read is over, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.memory.staging`).
-* A failed write loses nothing: the buffer goes back to the pool only after its bytes are in ordinary memory.
-* An op wakes one thread, whatever it brings: each thread that wakes takes the interpreter lock from the computing one.
-  Who takes a task and leaves others wakes the next one.
-* The threads are daemons, started with the first chunk and joined by :meth:`ThreadLane.close`, unless the disk hangs.
+  always proceed, each write frees a buffer, and there is no deadlock. Chunks held in the host tier are the exception:
+  they are written as soon as copies or reads lack buffers and fewer will come free than there are threads to use them.
+* Reading ahead leaves one buffer to each thread and one to reads, and one thread to requested transfers. Bytes read
+  ahead are dropped when a copy or a read lacks a buffer. A failure to read ahead is no error: the requested read
+  reports it.
+* The targets of reads without staging start on a page and own all pages that they touch. These pages are not written in
+  the parent before the read has finished, so a fork does not disturb it (see
+  :mod:`ssdtrain_fx.runtime.memory.staging`).
+* A failed write loses nothing: the buffer returns to the pool only after its bytes are in ordinary memory.
+* Each op wakes only one thread, because every wake-up takes the GIL from the training thread. A thread that takes a
+  task and leaves others wakes the next one.
+* The threads are daemons. They start with the first chunk, and :meth:`ThreadLane.close` joins them unless the disk
+  hangs.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from ssdtrain_fx.runtime.policy.host_tier import HostTier
 from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Patience
 
 BUFFERS_FOR_READS = 1
-"""Also where reads need none: with the smallest staging, one thread is then free for them when writes take long."""
+"""Also if reads need none: with the smallest staging, one thread then stays free for reads when writes take long."""
 
 Task = Callable[[], None]
 
@@ -67,17 +70,17 @@ class ThreadLane(Lane):
         checksum: bool,
         tensor_memory: TensorMemory | None = None,
     ) -> None:
-        """``tensor_memory`` is what reads go straight into; None where they need staging."""
+        """``tensor_memory`` allocates tensors that reads go straight into; None if reads need staging."""
         super().__init__(ledger, mover, pool, checksum=checksum)
         self._tensor_memory = tensor_memory
         self._work = threading.Condition(ledger.lock)
         self._reads: collections.deque[tuple[Fill, Chunk]] = collections.deque()
         self._copies: collections.deque[Chunk] = collections.deque()
         self._staged: collections.deque[Chunk] = collections.deque()
-        """Copies out of tensors that the device has been told to do."""
+        """Copies out of tensors that are enqueued on the device."""
         self._writes: collections.deque[Chunk] = collections.deque()
         self._landing: collections.deque[tuple[Mark, Fill, Chunk, StagingBuffer]] = collections.deque()
-        """Copies into tensors that the device has been told to do."""
+        """Copies into tensors that are enqueued on the device."""
         self._awaited: set[str] = set()
         """Queues whose first mark a thread is blocked on."""
         self.busy_with = thread_count
@@ -112,7 +115,7 @@ class ThreadLane(Lane):
         if self.has_host_tier:
             self._tier.join(entry)
         self._start_threads()
-        if not self.mover.enqueues:  # else the caller starts them itself
+        if not self.mover.enqueues:  # otherwise the caller begins the copies itself
             self._work.notify()
 
     def enlist_reads(self, fill: Fill) -> None:
@@ -142,7 +145,7 @@ class ThreadLane(Lane):
                 self._threads_inside += 1
             try:
                 task()
-            except Exception as failure:  # the chunk is neither here nor there now
+            except Exception as failure:  # the chunk may be neither in the tensor nor in staging now
                 ledger.stop_because_of(failure)
                 return
             finally:
@@ -197,7 +200,7 @@ class ThreadLane(Lane):
                     return
                 task()
                 task = None  # it holds tensors
-        except Exception as failure:  # whatever it is, nobody may wait for this thread for ever
+        except Exception as failure:  # whatever it is, no thread may wait for this one forever
             ledger.stop_because_of(failure)
 
     def _wait_for_task(self) -> Task | None:
@@ -302,7 +305,7 @@ class ThreadLane(Lane):
             self.pool.drop_user(buffer)
             self._ledger.cancel(chunk)
             has_freed = True
-        return _nothing if has_freed else None  # a copy that has just found no buffer is to look again
+        return _nothing if has_freed else None  # a copy that has just found no buffer looks again
 
     def _next_ahead(self) -> Task | None:
         if self._arriving_count >= max(1, self._thread_count - 1):
@@ -322,10 +325,10 @@ class ThreadLane(Lane):
         return self.pool.available > self._thread_count + BUFFERS_FOR_READS
 
     def _make_room(self, wanted: int) -> bool:
-        """Some of ``wanted`` copies or reads lack a buffer. True: one has come free now.
+        """Make room for ``wanted`` copies or reads, some of which lack a buffer. True: a buffer is free now.
 
-        Else as many chunks are taken from the host tier to be written as threads can write, less the buffers that come
-        free anyway."""
+        Otherwise, as many chunks are taken from the host tier to be written as the threads can write, less the buffers
+        that come free anyway."""
         chunk = self._tier.pop_ahead()
         if chunk is not None:
             self._drop_from_staging(chunk)
@@ -342,7 +345,7 @@ class ThreadLane(Lane):
         return False
 
     def _forget(self, entry: Entry) -> None:
-        """Nobody will ask for ``entry``."""
+        """Drop the chunks of ``entry`` from staging; it will not be requested."""
         chunks = self._tier.forget(entry)
         for chunk in chunks:
             if chunk.state is ChunkState.HELD:
@@ -357,7 +360,7 @@ class ThreadLane(Lane):
         self.pool.drop_user(buffer)
 
     def _next_sync(self) -> Task | None:
-        """Block on the device where nothing else is to be done; one thread per queue, the others stay available."""
+        """Block on the device if there is nothing else to do; one thread per queue, the others stay available."""
         if self._landing and "landing" not in self._awaited:
             self._awaited.add("landing")
             return functools.partial(self._sync, self._landing[0][0], "landing")
@@ -371,7 +374,7 @@ class ThreadLane(Lane):
     def _copy_out(self, chunk: Chunk, sources: list[Region], buffer: StagingBuffer) -> None:
         entry = chunk.entry
         began_ns = time.perf_counter_ns()
-        # Popped: when a release hears that its tensor has left, nobody here may hold it any more.
+        # Popped: once a release learns that its tensor has left, this thread must not hold it any more.
         copied = self.mover.copy_out(sources.pop(), chunk.start, chunk.length, buffer, entry.ready)
         with self._ledger.lock:
             chunk.staging, chunk.copied, chunk.state = buffer, copied, ChunkState.STAGED
@@ -400,7 +403,7 @@ class ThreadLane(Lane):
             self._end(transfer, chunk, end_s, error)
             self._trace("write", chunk, began_ns, error)
             if error is None and self._may_read_ahead() and self._tier.is_awaited(chunk.entry):
-                self._tier.add_ahead(chunk)  # else it would be read next
+                self._tier.add_ahead(chunk)  # otherwise it would be read next
             else:
                 self._drop_from_staging(chunk)
             self._written(chunk, kept)
@@ -459,7 +462,7 @@ class ThreadLane(Lane):
             self._trace_levels()
 
     def _load(self, transfer: Transfer, chunk: Chunk, data: memoryview) -> Exception | None:
-        """Read ``chunk`` into ``data``, whole blocks."""
+        """Read ``chunk`` into ``data``, in whole blocks."""
         ledger, slot = self._ledger, chunk.entry.slot
         assert slot is not None
         error = None
@@ -513,16 +516,16 @@ class ThreadLane(Lane):
         else:
             fill.marks.append(mark)
             self._landing.append((mark, fill, chunk, buffer))
-        fill.unissued -= 1  # last, because `wait` looks at it without the lock
+        fill.unissued -= 1  # last, because `wait` reads it without the lock
         if fill.unissued == 0:
             self._ledger.progress.notify_all()
         self._work.notify()
 
 
 def _memory(address: int, byte_count: int) -> memoryview:
-    """What lies at ``address``, which the caller keeps alive."""
+    """The bytes at ``address``, which the caller keeps alive."""
     return memoryview((ctypes.c_char * byte_count).from_address(address)).cast("B")
 
 
 def _nothing() -> None:
-    """A turn that only tidies up."""
+    """A task that only makes its thread tidy up."""

@@ -1,15 +1,16 @@
 """Copies between GPU memory and pinned staging buffers, on side streams.
 
-Why side streams: a copy on the stream that computes would hold up the computation; here they overlap.
+Why side streams: a copy on the compute stream would delay the computation; on a side stream, the two overlap.
 
 Guarantees, per device and in the order of the device's work:
 
-* A copy out starts after what the caller's stream had been given before ``offload``.
+* A copy out starts after the work that was enqueued on the caller's stream before ``offload``.
 * ``release`` makes the caller's stream wait for the copies out; the host does not block for the device.
-* A copy in starts after what the caller's stream had been given before ``reload``. Without that, 1. a kernel still
-  reads memory that Python has freed already, 2. the caching allocator gives it to ``reload``, which is right for work
-  on the same stream, 3. the copy on the side stream overwrites it too early.
-* The lane keeps source, target and buffer alive until the event of the copy is over: no need of ``record_stream``.
+* A copy in starts after the work that was enqueued on the caller's stream before ``reload``. Otherwise 1. a kernel
+  still reads memory that Python has already freed, 2. the caching allocator gives it to ``reload``, which is correct
+  for work on the same stream, 3. the copy on the side stream overwrites it too early.
+* The lane keeps source, target and buffer alive until the event of the copy has completed, so ``record_stream`` is not
+  needed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _HOST_REGISTER_PORTABLE = 1  # pinned for every device, not only the current one
 
 
 class _SideStreams:
-    """One stream per direction of one device. ``lock`` keeps a copy and its event together."""
+    """One stream per direction for one device. ``lock`` keeps a copy and its event together."""
 
     def __init__(self, cuda: Any, device: torch.device) -> None:
         self.lock = threading.Lock()
@@ -38,14 +39,14 @@ class _SideStreams:
 
 
 class CudaMover:
-    """Enqueues copies; nothing here blocks but :meth:`wait_host` and :meth:`copy_kept`."""
+    """Enqueues copies. Only :meth:`wait_host` and :meth:`copy_kept` block."""
 
     thread_count = 4
     default_budget_bytes = CUDA_BUDGET_BYTES
     enqueues = True
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
-        """``cuda`` is ``torch.cuda`` or something with the same functions."""
+        """``cuda`` is ``torch.cuda`` or an object with the same functions."""
         self._cuda = cuda
         self._lock = threading.Lock()
         self._streams: dict[torch.device, _SideStreams] = {}
@@ -113,8 +114,8 @@ class CudaMover:
         return streams
 
     def _pinned(self, buffer: StagingBuffer) -> Tensor:
-        """The buffer as a tensor. Registering waits until here because it takes milliseconds; who calls has the buffer
-        for itself, or got it from a copy that has registered it."""
+        """The buffer as a tensor. It is registered on first use, because that takes milliseconds. No lock is needed:
+        the caller is the only user of the buffer, or got it from a copy that has registered it."""
         if buffer.pinned is None:
             result = self._cuda.cudart().cudaHostRegister(buffer.address, buffer.size_bytes, _HOST_REGISTER_PORTABLE)
             if int(result) != 0:

@@ -1,15 +1,15 @@
-"""What the heap of the C library does with memory that activations leave.
+"""Settings of the C library's heap that let it keep the memory of freed activations.
 
-Why: glibc gives the end of its heap back to the system as soon as 64 MiB of it are free. Where activations leave early
-that happens many times per step, and the next layer touches fresh memory, page by page: up to 70,000 page faults more
-than without offloading, 2 percent of a GPT-2 step (2 cores, 2026-11-21).
+Why: glibc returns the end of its heap to the system as soon as 64 MiB of it are free. With offloading, activations are
+freed early, so this happens many times per step, and the next layer touches fresh memory, page by page: up to 70,000
+page faults more than without offloading, 2 percent of a GPT-2 step (2 cores, 2026-11-21).
 
 Guarantees:
 
-* Who has set what the heap keeps, or which tensors have mappings of their own, keeps what was set. Tensors that come
-  back lie on that heap too: where it gives freed memory back at once, they do not hold on to any either.
-* The heap holds what it held at its peak. Where twice :data:`KEPT_BYTES` at its end are free, all but
-  :data:`KEPT_BYTES` still goes back.
+* Malloc settings already made by the user are left alone. Reloaded tensors use that heap too: if it returns freed
+  memory at once, no memory is kept for them either.
+* The heap keeps the memory of its peak, with one exception: if twice :data:`KEPT_BYTES` are free at its end, all but
+  :data:`KEPT_BYTES` is returned.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from collections.abc import Mapping
 
 KEPT_BYTES = 512 << 20
 HEAP_BELOW_BYTES = 32 << 20
-"""Larger tensors have mappings of their own. The limit that glibc comes to by itself, which it no longer does once
-anything is set."""
+"""Larger tensors get separate mappings. This is glibc's dynamic maximum, which is off once any mallopt value is set."""
 
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
 _SETTINGS = ("mmap_max", "mmap_threshold", "top_pad", "trim_threshold")
-"""Of glibc, as tunables; each is an environment variable too."""
+"""Tunables of glibc; each is an environment variable too."""
 
 
 @functools.cache
 def prepare_heap() -> int:
-    """Let the heap of this process keep what tensors leave, unless it is set up already.
+    """Let the heap of this process keep the memory of freed tensors, unless the user has set it up already.
 
-    Returns the size below which tensors are best off on it; 0 where it is not glibc's.
+    Returns the size below which tensors should use the heap; 0 if the heap is not glibc's.
     """
     if platform.libc_ver()[0] != "glibc":
         return 0
@@ -45,7 +44,7 @@ def prepare_heap() -> int:
     mallopt = ctypes.CDLL(None)["mallopt"]
     settings = (
         (_M_MMAP_THRESHOLD, HEAP_BELOW_BYTES),
-        (_M_TOP_PAD, KEPT_BYTES),  # what is left when the end is given back; of address space, what is taken at a time
+        (_M_TOP_PAD, KEPT_BYTES),  # left free when the end is returned; reserved (addresses only) when the heap grows
         (_M_TRIM_THRESHOLD, 2 * KEPT_BYTES),
     )
     return HEAP_BELOW_BYTES if all(mallopt(name, value) for name, value in settings) else 0

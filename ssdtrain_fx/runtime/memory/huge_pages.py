@@ -1,16 +1,16 @@
-"""Huge pages under tensors that are written from where they are, and under the heap that they lie on.
+"""Huge pages for tensors that are written without staging, and for the heap that holds them.
 
-Why: direct I/O pins every page it reads from. A compiler's activations lie on the heap, on pages of 4 KiB, and pinning
-these takes the computing thread as long as all else that an offload does: 1 to 3 percent of a BERT step that moves
-1 GiB (2 cores, Linux 6.18, 2026-11-22). The heap gives the same memory to the next layer and to the next step, so it is
-enough to do this once per place.
+Why: direct I/O pins every page it reads from. Activations of compiled code are on the heap, in pages of 4 KiB. Pinning
+these takes the computing thread as long as the rest of an offload: 1 to 3 percent of a BERT step that moves 1 GiB
+(2 cores, Linux 6.18, 2026-11-22). The heap reuses the same memory for the next layer and the next step, so one attempt
+per place is enough. A place is the address range of one huge page.
 
 Guarantees:
 
-* No byte changes. Only huge pages that lie in the tensor, or in the heap, as a whole are touched.
-* A place is tried once. Where the system has no huge page now, or the machine's owner wants none, it stays as it is.
-* It takes at most ``GRANT_S`` of the first step, and then ``SHARE`` of the time, give or take one place: where the host
-  of a virtual machine has taken freed memory away, one place can cost as much as fifty transfers save.
+* No data changes. Only huge pages that are entirely within the tensor, or within the heap, are touched.
+* A place is tried once. If the system has no free huge page, or its settings forbid them, the small pages remain.
+* This takes at most ``GRANT_S`` of the first step, then the fraction ``SHARE`` of the time, give or take one place. If
+  the host of a virtual machine has taken freed memory away, one place can cost as much as fifty transfers save.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ssdtrain_fx.runtime.memory.staging import HUGE_PAGE_BYTES
 MADV_COLLAPSE = 25
 """Copy small pages to a huge one now (Linux 6.1); earlier kernels do it some time later, or not at all."""
 GRANT_S = 2.0
-"""Less than compiling takes, which the first step does anyway."""
+"""Less than compilation takes, which is part of the first step anyway."""
 SHARE = 0.0005
-"""A place that took 5 ms and saves 0.1 ms per step pays after fifty steps: for short runs more would be a loss."""
+"""A place that takes 5 ms and saves 0.1 ms per step pays off after fifty steps: more would slow down short runs."""
 MAPS = Path("/proc/self/maps")
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class HugePages:
-    """Which places have been tried. May be used from any thread."""
+    """Asks the system for huge pages and records which places were tried. May be used from any thread."""
 
     def __init__(
         self, setting: Path = SETTING, maps: Path = MAPS, clock: Callable[[], float] = time.perf_counter
@@ -49,7 +49,7 @@ class HugePages:
         self._grant_s = GRANT_S
 
     def put_under(self, address: int, byte_count: int) -> None:
-        """Have the whole huge pages within ``[address, address + byte_count)`` made of one page each."""
+        """Turn the places that are entirely within ``[address, address + byte_count)`` into huge pages."""
         if self._madvise is None:
             return
         first, end = -(-address // HUGE_PAGE_BYTES), (address + byte_count) // HUGE_PAGE_BYTES
@@ -73,8 +73,8 @@ class HugePages:
         return self._grant_s > 0
 
     def put_under_heap(self) -> None:
-        """The first backward begins: all is compiled. What is left of the grant is for the heap, where other tensors
-        will lie. What the heap touches later comes on huge pages at once."""
+        """Spend the rest of the grant on the heap, which will hold other tensors. Called when the first backward begins
+        and everything is compiled. Memory that the heap touches later gets huge pages on first access."""
         if self._madvise is not None:
             for start, end in _heap(self._maps):
                 first, last = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -91,7 +91,7 @@ def _are_allowed(setting: Path) -> bool:
 
 
 def _heap(maps: Path) -> Iterator[tuple[int, int]]:
-    """Where the main heap of the C library begins and ends; nothing where the system does not say."""
+    """Yield the start and end of the C library's main heap; nothing if the system does not report them."""
     with contextlib.suppress(OSError):
         for line in maps.read_text().splitlines():
             if line.endswith("[heap]"):

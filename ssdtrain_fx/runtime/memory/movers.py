@@ -1,7 +1,7 @@
-"""How bytes get from a tensor into a staging buffer and back, as one interface for every kind of device.
+"""Copies between tensors and staging buffers, with one interface for every kind of device.
 
-A *mark* is a point in the work of a device: None on the CPU, where a copy is over when the call returns, and an event
-on a GPU, where a copy is only enqueued.
+A *mark* is a point in the work of a device: None on the CPU, where a copy has finished when the call returns, and an
+event on a GPU, where a copy is only enqueued.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ssdtrain_fx.runtime.memory.staging import CPU_BUDGET_BYTES, StagingBuffer
 
 
 class Event(Protocol):
-    """The part of ``torch.cuda.Event`` that is used."""
+    """The methods of ``torch.cuda.Event`` that are used."""
 
     def query(self) -> bool: ...
 
@@ -28,7 +28,7 @@ Mark = Event | None
 
 
 class Region:
-    """The bytes that a tensor spans, from its first element to its last one. Keeps the tensor alive."""
+    """The bytes that a tensor spans, from its first to its last element. Keeps the tensor alive."""
 
     __slots__ = ("address", "byte_count", "tensor")
 
@@ -49,26 +49,26 @@ class Mover(Protocol):
     thread_count: int
     default_budget_bytes: int
     enqueues: bool
-    """Copies return before they are over, so that the thread which calls ``offload`` can start them itself."""
+    """Copies return before they have finished, so that the thread that calls ``offload`` can start them itself."""
 
     def mark(self, device: torch.device) -> Mark:
-        """This point of the caller's current stream."""
+        """Mark the current point of the caller's current stream."""
         ...
 
     def stream(self, device: torch.device) -> object:
-        """The caller's current stream, to be compared with another one; None where there are none."""
+        """The caller's current stream, for comparison with another one; None if the device has no streams."""
         ...
 
     def copy_out(self, source: Region, start: int, length: int, buffer: StagingBuffer, after: Mark) -> Mark:
-        """``source[start:start + length]`` -> ``buffer``, not before ``after``."""
+        """Copy ``source[start:start + length]`` to ``buffer``, not before ``after``."""
         ...
 
     def copy_in(self, buffer: StagingBuffer, target: Region, start: int, length: int, after: Sequence[Mark]) -> Mark:
-        """``buffer`` -> ``target[start:start + length]``, not before ``after``."""
+        """Copy ``buffer`` to ``target[start:start + length]``, not before ``after``."""
         ...
 
     def copy_kept(self, kept: Tensor, target: Region, start: int, length: int, after: Sequence[Mark]) -> None:
-        """Ordinary host memory -> ``target[start:start + length]``; over when it returns."""
+        """Copy ordinary host memory to ``target[start:start + length]``. Has finished when it returns."""
         ...
 
     def is_over(self, mark: Mark) -> bool:
@@ -80,11 +80,11 @@ class Mover(Protocol):
         ...
 
     def wait_stream(self, mark: Mark, device: torch.device) -> None:
-        """Make the caller's current stream wait for ``mark``; the thread goes on."""
+        """Make the caller's current stream wait for ``mark``, without blocking the thread."""
         ...
 
     def forget(self, buffers: Sequence[StagingBuffer]) -> None:
-        """Undo what was done to make ``buffers`` fit for copies."""
+        """Undo the preparation of ``buffers`` for copies."""
         ...
 
 
@@ -126,7 +126,7 @@ class CpuMover:
 
 
 def keep_bytes(address: int, length: int) -> Tensor:
-    """A copy of the ``length`` bytes at ``address`` in ordinary memory."""
+    """Return a copy of the ``length`` bytes at ``address``, in ordinary memory."""
     kept = torch.empty(length, dtype=torch.uint8)
     ctypes.memmove(kept.data_ptr(), address, length)
     return kept

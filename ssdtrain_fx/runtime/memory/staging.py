@@ -1,9 +1,9 @@
 """Aligned chunk buffers between tensors and the file.
 
-Why: direct I/O wants addresses on 4096 bytes, and torch aligns CPU tensors to 64. The buffers are reused because a
-copy into fresh memory costs four times one into warm memory (page faults). They lie on huge pages where the kernel has
-them: direct I/O then pins one page instead of 512. ``python benchmarks/io.py --rounds 7`` on 2026-11-21 (2 cores, Linux
-6.18, virtio disk with ext4, other work on the machine), blocks of 2 MiB, 4 KiB pages -> huge pages::
+Why: direct I/O requires addresses aligned to 4096 bytes, and torch aligns CPU tensors to 64. The buffers are reused
+because a copy into fresh memory takes four times as long as one into warm memory (page faults). They use huge pages if
+the kernel has them: direct I/O then pins one page instead of 512. ``python benchmarks/io.py --rounds 7`` on 2026-11-21
+(2 cores, Linux 6.18, virtio disk with ext4, other work on the machine), blocks of 2 MiB, 4 KiB pages -> huge pages::
 
     native AIO   write 0.041 -> 0.008 CPU seconds per GB, 3.6 -> 6.8 GB/s    read 0.051 -> 0.009, 1.7 -> 3.5 GB/s
     threads      write 0.039 -> 0.011 CPU seconds per GB, 5.1 -> 8.7 GB/s    read 0.051 -> 0.012, 1.7 -> 3.9 GB/s
@@ -12,10 +12,10 @@ Guarantees:
 
 * A buffer starts on a (huge) page and holds ``chunk_bytes``.
 * At least two buffers exist, so that one can be kept free for reads.
-* Memory is taken when a buffer is first used and reused until :meth:`StagingPool.close`.
-* A forked child does not inherit the buffers. Direct I/O in the parent is therefore never disturbed by copy-on-write:
-  without that, 1. a read into a buffer is under way, 2. the process forks and writes to the page, so that it gets a
-  copy, 3. the device goes on filling the old page, and the data is lost.
+* Memory is allocated when a buffer is first used, and reused until :meth:`StagingPool.close`.
+* A forked child does not inherit the buffers, so copy-on-write never disturbs direct I/O in the parent. Otherwise 1. a
+  read into a buffer is in flight, 2. the process forks and writes to the page, so that it gets a copy, 3. the device
+  continues to fill the old page, and the data is lost.
 
 The pool itself takes no lock: the lane that owns it calls it with the engine's lock held.
 """
@@ -37,7 +37,7 @@ MIN_BUFFERS = 2
 
 
 class StagingBuffer:
-    """One chunk of page-aligned memory. ``users`` counts who still needs its content."""
+    """One chunk of page-aligned memory. ``users`` counts the uses that still need its content."""
 
     __slots__ = ("address", "pinned", "size_bytes", "users", "view")
 
@@ -52,15 +52,15 @@ class StagingBuffer:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory, skip))
         self.users = 0
         self.pinned: Tensor | None = None
-        """The same memory as a tensor that a device can copy from and to, once a mover has registered it."""
+        """The same memory as a tensor that a device can copy to and from; set once a mover has registered it."""
 
     def as_bytes(self, byte_count: int) -> Tensor:
-        """The first ``byte_count`` bytes, at least one, as a uint8 tensor over the same memory."""
+        """The first ``byte_count`` bytes as a uint8 tensor over the same memory. ``byte_count`` is at least 1."""
         return torch.frombuffer(self.view, dtype=torch.uint8, count=byte_count)
 
 
 class StagingPool:
-    """Up to ``budget_bytes`` of buffers, made on demand."""
+    """Up to ``budget_bytes`` of buffers, created on demand."""
 
     def __init__(self, budget_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.chunk_bytes = chunk_bytes
@@ -84,7 +84,7 @@ class StagingPool:
         return (len(self._all) - len(self._free)) * self.chunk_bytes
 
     def acquire(self) -> StagingBuffer | None:
-        """A buffer with one user, the warmest first; None when all are in use."""
+        """Return a buffer with one user, the most recently used first; None if all are in use."""
         if self._free:
             buffer = self._free.pop()
         elif len(self._all) < self.buffer_limit:
@@ -96,13 +96,13 @@ class StagingPool:
         return buffer
 
     def drop_user(self, buffer: StagingBuffer) -> None:
-        """One user less; without users the buffer is free."""
+        """Remove one user; a buffer without users is free."""
         buffer.users -= 1
         if buffer.users == 0:
             self._free.append(buffer)
 
     def close(self) -> list[StagingBuffer]:
-        """Forget all buffers and return them; the memory goes with the last reference. None may be in use."""
+        """Forget all buffers and return them; their memory is freed with the last reference. None may be in use."""
         buffers = self._all
         self._free, self._all = [], []
         return buffers

@@ -1,19 +1,20 @@
-"""Memory of tensors that the disk reads into: on huge pages, and used again.
+"""Memory for tensors that are read from the disk: on huge pages, and reused.
 
-Why huge pages: direct I/O pins every page it reads into, and 512 small ones cost more than the transfer of 2 MiB itself
-(figures in :mod:`ssdtrain_fx.runtime.memory.staging`). Why used again: the first touch of fresh memory is as dear as a copy,
-and dearer by far where the host of a virtual machine has taken freed memory away.
+Why huge pages: direct I/O pins every page it reads into, and pinning 512 small pages costs more than the transfer of
+2 MiB itself (figures in :mod:`ssdtrain_fx.runtime.memory.staging`). Why reuse: the first access to fresh memory is as
+expensive as a copy, and far more expensive if the host of a virtual machine has taken freed memory away.
 
-Where the heap is glibc's, it keeps what activations leave (:mod:`ssdtrain_fx.runtime.memory.heap`), and tensors come from it:
-what backward has freed is what the next reload takes, and nothing lies idle for reloads alone. Larger tensors, and all
-where the heap is another one, get mappings of their own, which are kept for the next tensor of about that size.
+If the heap is glibc's, it keeps the memory that activations free (:mod:`ssdtrain_fx.runtime.memory.heap`), and tensors
+are allocated on it: the next reload uses what backward has freed, and no memory is set aside for reloads alone. Larger
+tensors, and all tensors if the heap is not glibc's, get separate mappings. A mapping is kept for the next tensor of
+about the same size.
 
 Guarantees:
 
-* A tensor owns whole pages: nobody else's data lies on them.
-* Memory is given out again only after the last tensor on its storage has died.
-* Of the mappings: after an allocation, those that lie idle hold at most what its caller allows, or else
-  ``idle_bytes``; after :meth:`TensorMemory.release_idle` there are none.
+* A tensor owns whole pages: they hold no other data.
+* Memory is reused only after the last tensor on its storage has died.
+* After an allocation, unused mappings hold at most the bytes that its caller allows, or else ``idle_bytes``. After
+  :meth:`TensorMemory.release_idle` there are none.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES, round_up
 from ssdtrain_fx.runtime.memory.staging import HUGE_PAGE_BYTES
 
 IDLE_BYTES = 96 << 20
-"""What backward of one layer reads in GPT-2 of 12 layers, hidden 384, batch 8 x 512: tensors of 24, 18 and 6 MiB."""
+"""What backward of one layer reads in GPT-2 with 12 layers, hidden 384, batch 8 x 512: tensors of 24, 18 and 6 MiB."""
 FIT_RATIO = 1.25
-"""How much larger than a tensor the mapping may be that it takes over."""
+"""A tensor reuses a mapping that is at most this many times as large."""
 HEAP_SPARE_BYTES = 3 * ALIGNMENT_BYTES
-"""To the next page, in it to where the tensor begins, and behind the tensor to the end of its last page."""
+"""Up to the next page, from there to the start of the tensor, and from its end to the end of its last page."""
 
 
 class _Mapping:
-    """Memory from the system, which takes it back when this dies. It comes with the first touch."""
+    """Memory from the system, unmapped when this object dies. Physical pages are allocated on first access."""
 
     __slots__ = ("_memory", "_skip_bytes", "size_bytes")
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        is_huge = size_bytes >= HUGE_PAGE_BYTES  # so it begins with a huge page
+        is_huge = size_bytes >= HUGE_PAGE_BYTES  # then it begins on a huge page
         spare_bytes = HUGE_PAGE_BYTES if is_huge else 0
         self._memory = mmap.mmap(-1, size_bytes + spare_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -62,7 +63,7 @@ class _Mapping:
 
 
 class _Lease:
-    """Dies with the storage of a tensor. May die anywhere, so it takes no lock."""
+    """Returns a mapping when the storage of its tensor dies. That may happen anywhere, so it takes no lock."""
 
     __slots__ = ("_mapping", "_returned")
 
@@ -83,13 +84,13 @@ class TensorMemory:
         self._idle_limit_bytes = idle_bytes
         self._lock = threading.Lock()
         self._idle: list[_Mapping] = []
-        """The one that has been idle for longest first."""
+        """Ordered by how long they have been unused, the longest first."""
         self._returned: collections.deque[_Mapping] = collections.deque()
         self._array_types: dict[int, Any] = {}
 
     @property
     def idle_bytes(self) -> int:
-        """What lies in mappings without a tensor."""
+        """Bytes in mappings without a tensor."""
         with self._lock:
             self._collect()
             return sum(mapping.size_bytes for mapping in self._idle)
@@ -103,10 +104,10 @@ class TensorMemory:
         lead_bytes: int = 0,
         idle_bytes: int | None = None,
     ) -> Tensor:
-        """A CPU tensor at the start of its storage of ``byte_count`` bytes. Not initialised.
+        """Allocate an uninitialised CPU tensor at the start of its storage of ``byte_count`` bytes.
 
-        Its byte ``lead_bytes``, less than a page, is at the start of a page. ``idle_bytes``, where given, is the limit
-        for what lies idle behind it.
+        A page begins ``lead_bytes`` (less than a page) after the start of the tensor. ``idle_bytes``, if given, limits
+        the unused mappings that are kept.
         """
         skip_bytes = -lead_bytes % ALIGNMENT_BYTES
         array_type = self._array_types.get(byte_count)
@@ -118,7 +119,7 @@ class TensorMemory:
                 with self._lock:
                     self._collect()
                     self._trim(left_bytes)
-            heap = torch.UntypedStorage(byte_count + HEAP_SPARE_BYTES)  # no tensor: torch may be told to fill these
+            heap = torch.UntypedStorage(byte_count + HEAP_SPARE_BYTES)  # torch may be set to fill new tensors
             array: Any = array_type.from_address(round_up(heap.data_ptr()) + skip_bytes)
             array.lease = heap
         else:
@@ -131,18 +132,18 @@ class TensorMemory:
         return _torch_private.reinterpret(torch.frombuffer(array, dtype=dtype), size, stride)
 
     def uses_heap(self, byte_count: int) -> bool:
-        """Whether a tensor of so many bytes lies on the heap."""
+        """Whether a tensor of ``byte_count`` bytes is allocated on the heap."""
         return byte_count + HEAP_SPARE_BYTES < self._heap_below_bytes
 
     def release_idle(self) -> None:
-        """Give what is idle back to the system."""
+        """Return unused mappings to the system."""
         if self._idle or self._returned:
             with self._lock:
                 self._collect()
                 self._trim(0)
 
     def _take(self, size_bytes: int) -> _Mapping:
-        """The smallest that fits and lies idle, of several the one used last; else a new one."""
+        """Take the smallest unused mapping that fits, the most recently used of several; else create one."""
         fitting = [
             mapping for mapping in reversed(self._idle) if size_bytes <= mapping.size_bytes <= FIT_RATIO * size_bytes
         ]
@@ -157,7 +158,8 @@ class TensorMemory:
             self._idle.append(self._returned.popleft())
 
     def _trim(self, left_bytes: int) -> None:
-        """Let no more than ``left_bytes`` lie idle: the last ones used, which fit best what comes next."""
+        """Free unused mappings until at most ``left_bytes`` are left. Keeps the most recently used ones, which fit the
+        next tensors best."""
         idle_bytes = sum(mapping.size_bytes for mapping in self._idle)
         while idle_bytes > left_bytes:
             idle_bytes -= self._idle.pop(0).size_bytes

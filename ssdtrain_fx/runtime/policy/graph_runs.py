@@ -1,18 +1,18 @@
-"""The order in which graphs run, where a model is compiled as many: layer by layer, or with graph breaks.
+"""The order in which graphs run if a model is compiled as several graphs: layer by layer, or with graph breaks.
 
-    forward    run 1 -> run 2 -> run 3          what run 2 has not written at its end is written while run 3 computes
-    backward   run 3 -> run 2 -> run 1          what run 2 needs first is read while run 3 computes
+    forward    run 1 -> run 2 -> run 3          tensors that run 2 leaves unwritten are written while run 3 computes
+    backward   run 3 -> run 2 -> run 1          tensors that run 2 needs first are read while run 3 computes
 
-A *run* is one call of the forward of one graph. The run that was before another one in forward comes behind it in
-backward: that holds for gradient accumulation and for pipeline schedules as well, since the layers of one micro-batch
-run one after the other.
+A *run* is one call of the forward of one graph. A run that comes before another one in forward comes after it in
+backward. This also holds for gradient accumulation and for pipeline schedules, because the layers of one micro-batch
+run one after another.
 
 Guarantees:
 
-* A wrong guess costs a read that was in vain, and memory for no longer than until the next run shows that it was wrong.
-  What a graph gets does not depend on any guess.
-* What is read ahead takes no more memory than the run before has used up already.
-* What leaves late is one run's at most: a run ends when all of the run before it has left.
+* A wrong guess costs a wasted read, and memory until the next run shows that the guess was wrong. The data that a graph
+  gets does not depend on any guess.
+* Tensors read ahead take no more memory than the run whose backward is executing has already used.
+* Tensors of at most one run leave late: a run ends only when all tensors of the run before it have left.
 
 All methods need the ledger's lock.
 """
@@ -32,20 +32,20 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.forward: GraphRun | None = None
         self.guess: tuple[weakref.ref[GraphRun], weakref.ref[GraphRun]] | None = None
-        """The run whose backward is on, and the one that is read ahead for."""
+        """The run whose backward is executing, and the run whose tensors are read ahead."""
 
 
 class GraphRuns:
-    """The runs of one engine. Entries keep their run alive, and the runs nobody."""
+    """The runs of one engine. Entries keep their run alive, and runs keep nothing alive."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._of_thread = _OfThread()
         self._turn_by_graph: dict[str, dict[str, int]] = {}
-        """In which order its last backward asked for the tensors of a graph: 1, 2, 3 ..., by name."""
+        """The order in which the last backward of a graph requested its tensors: 1, 2, 3 ..., by name."""
 
     def add(self, entry: Entry, handle: int, link: str) -> None:
-        """``entry`` was offloaded by a run of the graph ``link``. One graph offloads every name once."""
+        """Record that a run of the graph ``link`` offloaded ``entry``. A run offloads each name once."""
         mine = self._of_thread
         run = mine.forward
         if run is None or run.link != link or entry.name in run.names:
@@ -55,13 +55,13 @@ class GraphRuns:
         entry.run = run
 
     def must_leave(self, entry: Entry) -> list[Entry]:
-        """What a late release of ``entry`` has to wait for."""
+        """The entries that a late release of ``entry`` has to wait for."""
         run = entry.run
         before = None if run is None else run.before
         return [] if before is None else [other for other in self._entries(before) if other.uncopied]
 
     def reloaded(self, entry: Entry) -> None:
-        """Backward asks for ``entry``."""
+        """Record that backward requests ``entry``."""
         run, mine = entry.run, self._of_thread
         if run is None:
             return
@@ -75,7 +75,7 @@ class GraphRuns:
                     self._forget(ahead)
 
     def waited(self, entry: Entry) -> list[Entry]:
-        """Backward has got ``entry``. Returns what to read ahead now."""
+        """Record that backward has received ``entry``. Returns the entries to read ahead now."""
         run = entry.run
         if run is None:
             return []
@@ -89,7 +89,7 @@ class GraphRuns:
         room_bytes = run.used_bytes - sum(other.byte_count for other in entries if other.ahead is not None)
         turns = self._turn_by_graph.get(ahead.link, {})
         chosen: list[Entry] = []
-        # In the order of the last time; what has no turn yet comes behind, and of that first what was saved last.
+        # In the order of the last backward. Entries without a turn come after, those saved last first.
         for other in sorted(entries, key=lambda other: turns.get(other.name, len(turns) + 1)):
             if other.reloaded or other.stays or other.ahead is not None:
                 continue

@@ -1,9 +1,8 @@
-"""Tensors that were offloaded and that somebody outside the graph holds: the same one is not written twice.
+"""Offloaded tensors that are also held outside the graph, so that none of them is written twice.
 
-An activation that goes into several graphs may be saved by each of them. They find one another by the storage of the
-tensor, its place in it, and its version, which every write through PyTorch changes. An address alone says nothing: a
-tensor dies, and the next one gets its memory. Here a weak reference keeps the identity of a storage from being given
-to another one.
+Several graphs may save the same activation. It is recognised by the storage of the tensor, its place in the storage,
+and its version, which every write through PyTorch changes. An address alone is not enough: when a tensor dies, another
+one may get its memory. A weak reference keeps the identity of a storage from being reused.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ class _Held:
 
 
 class HeldTensors:
-    """Handles of offloaded tensors, by what the tensor was. Methods need the ledger's lock."""
+    """Handles of offloaded tensors, by the place of the tensor. Methods need the ledger's lock."""
 
     def __init__(self) -> None:
         self._by_place: dict[Place, _Held] = {}
 
     def find(self, x: Tensor) -> int | None:
-        """The handle under which ``x`` was offloaded, if it has not been written to since then."""
+        """The handle under which ``x`` was offloaded; None if there is none or ``x`` was written to since then."""
         held = self._by_place.get(_place_of(x))
         return held.handle if held is not None and held.version == _version_of(x) else None
 
     def add(self, x: Tensor, handle: int, is_known: Callable[[int], bool]) -> None:
-        """``x`` was offloaded as ``handle``. What has died or is not ``is_known`` any more is forgotten."""
+        """Record that ``x`` was offloaded as ``handle``. Forgets dead tensors and handles that are not ``is_known``."""
         for place, held in list(self._by_place.items()):
             if held.storage.expired() or not is_known(held.handle):
                 del self._by_place[place]

@@ -2,23 +2,24 @@
 
 ::
 
-    held     copied out, and not written: the tier that the plan has chosen (``offload(..., host=True)``)
-    ahead    in the file as well, but read before backward asks for it, or written while backward was on already: only
-             the copy to the device is left
+    held     copied out and not written: the tier that the plan has chosen (``offload(..., host=True)``)
+    ahead    in the file as well, but read before backward requests it, or written while backward was already
+             executing: only the copy to the device is left
 
-Both give way. When somebody lacks a buffer, what is ahead is dropped, since the file has it, and what is held is
-written to the file. What is needed last goes first (Belady's rule).
+Both give way to other transfers. When a transfer lacks a buffer, chunks read ahead are dropped, because the file has
+them, and held chunks are written to the file. The chunk that is needed last goes first (Belady's rule).
 
-A *run* is one forward of one graph, and then its backward. Backward wants the youngest run first, and of a run the
-lowest ``reload_order``. Nothing says where a run begins, so it is guessed: one graph has each name and each order once,
-and offloads nothing after its backward has begun.
+A *run* is one forward of one graph and its backward. Backward needs the youngest run first, and within a run the lowest
+``reload_order``. The start of a run is not marked, so it is guessed: a graph has each name and each order once, and
+offloads nothing after its backward has begun.
 
 Guarantees:
 
-* A wrong guess costs time, and never data.
+* A wrong guess costs time, never data.
 * Nothing here keeps an entry after the last token of its run has died.
 
-All methods need the ledger's lock. Only the bookkeeping is here: :mod:`ssdtrain_fx.runtime.lanes.thread_lane` moves.
+All methods need the ledger's lock. This module only does the bookkeeping; :mod:`ssdtrain_fx.runtime.lanes.thread_lane`
+moves the data.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Run:
         self.names: set[str] = set()
         self.orders: set[int] = set()
         self.asked_order: int | None = None
-        """The order that backward asked for last; -1 where it has none, None before backward."""
+        """The order that backward requested last; -1 if only entries without an order, None before backward."""
 
     def may_have(self, entry: Entry) -> bool:
         return (
@@ -62,7 +63,7 @@ class _OfThread(threading.local):
 
 
 class HostTier:
-    """The chunks in staging that nothing is under way with."""
+    """The chunks in staging that no transfer is using."""
 
     def __init__(self) -> None:
         self._held: dict[Entry, list[Chunk]] = {}
@@ -78,7 +79,7 @@ class HostTier:
     # -- runs ----------------------------------------------------------------------------------------------------------
 
     def join(self, entry: Entry) -> None:
-        """This thread offloads ``entry``."""
+        """Add ``entry``, which this thread offloads, to a run."""
         run = self._of_thread.forward
         if run is None or not run.may_have(entry):
             run = self._of_thread.forward = _Run(next(self._numbers), entry.run)
@@ -89,7 +90,7 @@ class HostTier:
         self._runs[entry] = run
 
     def ask(self, entry: Entry) -> None:
-        """Backward asks for ``entry``: what its run needs after it is to be read ahead."""
+        """Note that backward requests ``entry``: the entries that its run needs after it will be read ahead."""
         run = self._runs.get(entry)
         if run is None:
             return
@@ -106,7 +107,7 @@ class HostTier:
         self._chunks_to_read.clear()
 
     def forget(self, entry: Entry) -> list[Chunk]:
-        """Nobody needs ``entry`` any more. Returns its chunks that were held or ahead."""
+        """Forget ``entry``, which is not needed any more. Returns its chunks that were held or ahead."""
         run = self._runs.pop(entry, None)
         if run is not None:
             del run.entries[entry]
@@ -125,7 +126,7 @@ class HostTier:
         self.held_count += 1
 
     def pop_held(self) -> Chunk | None:
-        """The chunk held that is needed last."""
+        """Remove the held chunk that is needed last."""
         chunk = self._pop_last(self._held)
         self.held_count -= chunk is not None
         return chunk
@@ -138,12 +139,12 @@ class HostTier:
         return bool(self._entries_to_read or self._chunks_to_read)
 
     def is_awaited(self, entry: Entry) -> bool:
-        """Whether the backward of its run is on and will ask for ``entry``."""
+        """Whether the backward of its run is executing and will request ``entry``."""
         run = self._runs.get(entry)
         return run is not None and run.asked_order is not None and run.asked_order < _order(entry) < math.inf
 
     def next_to_read(self) -> Chunk | None:
-        """The chunk on disk that backward will need next, and has not asked for. Each is named once, and again when
+        """The chunk on disk that backward will need next and has not requested. Each is returned once, and again after
         it was popped."""
         while self.wants_reads:
             if not self._chunks_to_read:
@@ -159,14 +160,14 @@ class HostTier:
         self._ahead.setdefault(chunk.entry, []).append(chunk)
 
     def take_ahead(self, chunk: Chunk) -> None:
-        """``chunk`` is wanted now."""
+        """Remove ``chunk``, which is requested now."""
         chunks = self._ahead[chunk.entry]
         chunks.remove(chunk)
         if not chunks:
             del self._ahead[chunk.entry]
 
     def pop_ahead(self) -> Chunk | None:
-        """The chunk read ahead that is needed last."""
+        """Remove the chunk read ahead that is needed last."""
         chunk = self._pop_last(self._ahead)
         if chunk is not None and self._runs[chunk.entry] is self._backward:
             self._chunks_to_read.appendleft(chunk)  # it is still needed before those that were not read yet
@@ -182,7 +183,7 @@ class HostTier:
         return chunk
 
     def _when_needed(self, entry: Entry) -> tuple[float, float]:
-        """The higher, the later. Where nobody has said, the oldest counts as last."""
+        """A sort key; a higher value is needed later. If the order is unknown, the oldest is needed last."""
         return -self._runs[entry].number, _order(entry)
 
 

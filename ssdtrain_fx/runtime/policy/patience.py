@@ -1,7 +1,7 @@
 """How long to wait for a disk that does not answer.
 
-Why by progress and not by the length of one wait: behind a long queue, a wait on a slow disk may take long, and that is
-no error. A disk on which nothing comes to an end is.
+The limit is on the time without progress, not on the length of one wait. A long wait is no error if the disk is slow
+and the queue is long. A disk that finishes no transfer is an error.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ssdtrain_fx.runtime.book.ledger import Ledger
 Clock = Callable[[], float]
 
 BLOCK_S = 0.5
-"""Who waits looks up this often whether the engine was closed."""
+"""How often a waiting thread checks whether the engine was closed."""
 
 
 class Patience:
-    """Runs out when no transfer of an engine has ended for ``timeout_s``; None: never. Used with the ledger's lock."""
+    """Runs out when no transfer of an engine has finished for ``timeout_s``; None: never. Needs the ledger's lock."""
 
     def __init__(self, ledger: Ledger, timeout_s: float | None, clock: Clock) -> None:
         self._ledger = ledger

@@ -1,8 +1,8 @@
-"""How long the computing thread waits for transfers: what is predicted, what came, and when it gives up.
+"""How long the training thread waits for transfers: the predicted stall, the actual stall, and when it gives up.
 
-What the plan waits for is in its slowdown already. What goes beyond that is paid for from the account of
-:mod:`ssdtrain_fx.runtime.book.admission`: what was predicted of it when the tensor was offloaded, and the rest when it is
-over.
+The slowdown of the plan already includes planned stalls. Unplanned stalls are charged to the account of
+:mod:`ssdtrain_fx.runtime.book.admission`: the predicted part when the tensor is offloaded, the rest when the stall
+ends.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Lane(Protocol):
 
 
 class Stalls:
-    """Waiting of one engine. All methods but :meth:`patience` need the ledger's lock."""
+    """The stalls of one engine. All methods except :meth:`patience` need the ledger's lock."""
 
     def __init__(self, ledger: Ledger, timeout_s: float | None, clock: Clock, describe: Callable[[], str]) -> None:
-        """``timeout_s`` is ``io_timeout_s``; ``describe`` tells what is queued and under way."""
+        """``timeout_s`` is ``io_timeout_s``; ``describe`` says what is queued and in flight."""
         self._ledger = ledger
         self._timeout_s = timeout_s
         self._clock = clock
         self._describe = describe
 
     def predict_s(self, lane: Lane, entry: Entry, out_s: float | None, back_s: float | None) -> float:
-        """For how much longer than planned a release and a wait would stall."""
+        """How much longer than planned a release and a wait would stall."""
         meters, counters = self._ledger.traffic.meters, self._ledger.counters
         stall_s = 0.0
         if out_s is not None:
@@ -51,8 +51,7 @@ class Stalls:
         return stall_s
 
     def wait_until_copied(self, lane: Lane, entry: Entry, awaited: Sequence[Entry]) -> None:
-        """Wait until the ``awaited`` have left their tensors; if that takes too long, ``entry`` stays in its
-        own."""
+        """Wait until the ``awaited`` have left their tensors. If that takes too long, ``entry`` stays in memory."""
         if not any(other.uncopied for other in awaited):
             return
         ledger = self._ledger
@@ -73,7 +72,7 @@ class Stalls:
         self.pay(entry, stall_s)
 
     def wait_until_filled(self, lane: Lane, fill: Fill) -> Exception | None:
-        """Wait until the target of ``fill`` holds its bytes. Returns why it never will."""
+        """Wait until the target of ``fill`` holds its bytes. If it never will, the error is returned."""
         if fill.unissued:
             lane.hurry(fill)
             start_s = self._clock()
@@ -92,7 +91,7 @@ class Stalls:
         return fill.error
 
     def pay(self, entry: Entry, stall_s: float) -> None:
-        """A stall of ``entry`` is over; what was planned or predicted of it is paid for already."""
+        """Charge a stall of ``entry`` that has ended, less what was planned or already charged."""
         ledger = self._ledger
         if ledger.trace is not None:
             ledger.trace.add_stall(entry, stall_s)
@@ -101,23 +100,23 @@ class Stalls:
         ledger.admission.charge(stall_s - predicted_s)
 
     def wait_for_progress(self, lane: Lane, entry: Entry, patience: Patience, limit_s: float = BLOCK_S) -> None:
-        """Raises StalledDiskError."""
+        """Block until a transfer finishes or a limit is reached. Raises StalledDiskError."""
         self._ledger.check_usable(entry.name)
         left_s = self.check(patience, repr(entry.name))
         if not lane.wait_for_progress(min(BLOCK_S, left_s, limit_s)):
-            raise InternalError(f"{entry.name!r}: nothing is under way that could be waited for")
+            raise InternalError(f"{entry.name!r}: there is no transfer in flight to wait for")
 
     def patience(self, timeout_s: float = math.inf) -> Patience:
-        """The shorter one of ``timeout_s`` and what the user chose."""
+        """The shorter of ``timeout_s`` and the timeout that the user chose."""
         chosen_s = self._timeout_s
         return Patience(self._ledger, timeout_s if chosen_s is None else min(timeout_s, chosen_s), self._clock)
 
     def check(self, patience: Patience, awaited: str) -> float:
-        """How long to wait for ``awaited`` at most. Raises StalledDiskError."""
+        """How long to wait for ``awaited`` at most. Raises StalledDiskError if no time is left."""
         left_s = patience.left_s()
         if not left_s:
             raise StalledDiskError(
-                f"no transfer has ended for {self._timeout_s} s while {awaited} was waited for; the disk "
-                f"hangs, or io_timeout_s is too short for it. {self._describe()}"
+                f"no transfer has finished for {self._timeout_s} s while waiting for {awaited}: the disk hangs, or "
+                f"io_timeout_s is too short for it. {self._describe()}"
             )
         return left_s

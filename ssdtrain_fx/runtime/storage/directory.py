@@ -1,4 +1,4 @@
-"""Which directories the spill files go to, and whether they can.
+"""Choice and checks of the directories that hold the spill files.
 
 Why: a wrong directory must be an error before anything is traced, not a failure in the middle of a training step.
 """
@@ -24,11 +24,12 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 
 
 def check_directories(ssd_dir: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The absolute paths of the directories to use: ``ssd_dir``, else those that ``$SSDTRAIN_DIR`` lists with
-    ``os.pathsep`` between them, else the temporary directory.
+    """Return the absolute paths of the directories to use: ``ssd_dir``, else the list in ``$SSDTRAIN_DIR``, separated
+    by ``os.pathsep``, else the temporary directory.
 
-    Raises ConfigError when one is missing, is not a directory, is named twice, or no file can be created in it. Warns
-    once per directory where offloading is in vain or slow: in memory, and on a network or user-space file system.
+    Raises ConfigError if one is missing, is not a directory, is named twice, or no file can be created in it. Warns
+    once per directory if it is on a file system in memory, where offloading is useless, or on a network or user-space
+    file system, where it is slow.
     """
     if ssd_dir is not None:
         directories, origin = [ssd_dir] if isinstance(ssd_dir, str) else list(ssd_dir), "ssd_dir"
@@ -51,7 +52,7 @@ def check_directories(ssd_dir: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _check(directory: str, origin: str, otherwise: str) -> str:
-    """The absolute path of ``directory``, or ConfigError."""
+    """Return the absolute path of ``directory``. Raises ConfigError if it cannot be used."""
     path = Path(directory).expanduser().absolute()
     directory = str(path)
     if not path.exists():
@@ -71,7 +72,7 @@ def _check(directory: str, origin: str, otherwise: str) -> str:
 
 
 def file_system_type(path: str) -> str | None:
-    """The type of the file system that holds ``path``, such as "ext4"; None where the system does not tell."""
+    """The type of the file system that holds ``path``, such as "ext4"; None if the system does not report it."""
     try:
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -90,12 +91,12 @@ def file_system_type(path: str) -> str | None:
 
 
 def is_network_file_system(kind: str) -> bool:
-    """Also those that a program of a user serves: they are as slow, and as little private."""
+    """Whether ``kind`` is a network file system, or a user-space one (FUSE), which is as slow and as little private."""
     return kind in _NETWORK_FILE_SYSTEMS or kind == "fuse" or kind.startswith("fuse.")
 
 
 def _unescape(mount: str) -> str:
-    """Mount points spell space, tab, newline and backslash as three octal digits: ``\\040`` is a space."""
+    """Decode space, tab, newline and backslash. Mount points spell them in three octal digits: ``\\040`` is a space."""
     for character in " \t\n\\":
         mount = mount.replace(f"\\{ord(character):03o}", character)
     return mount
@@ -105,14 +106,14 @@ def _unescape(mount: str) -> str:
 def _warn_of_file_system(directory: str, kind: str) -> None:
     if kind in MEMORY_FILE_SYSTEMS:
         log.warning(
-            "%s lies on a file system in memory (%s): offloading there frees no memory. Set ssd_dir to a directory on "
+            "%s is on a file system in memory (%s): offloading there frees no memory. Set ssd_dir to a directory on "
             "an SSD.",
             directory,
             kind,
         )
     elif is_network_file_system(kind):
         log.warning(
-            "%s lies on a network or user-space file system (%s): transfers there are slow, and may be seen by others. "
+            "%s is on a network or user-space file system (%s): transfers there are slow, and may be seen by others. "
             "Set ssd_dir to a directory on a local SSD.",
             directory,
             kind,

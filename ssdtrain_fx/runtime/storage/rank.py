@@ -1,7 +1,8 @@
-"""Which process of a distributed run this is, and a directory of its own for each.
+"""The rank of this process in a distributed run, and a separate directory for each rank.
 
-Why: ranks of one machine share the SSD. Spill files have no names, so they never meet; where a file system needs a name
-for a moment, or keeps the files of one directory together on the drive (XFS does), ranks stay apart too.
+Why: the ranks on one machine share the SSD. Spill files have no names, so they never collide. With a separate directory
+ranks stay apart even where the file system needs a temporary name, or keeps the files of one directory together on the
+drive (as XFS does).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 
 
 def process_rank() -> int | None:
-    """The rank in ``torch.distributed`` where that is initialised, else what the launcher says; None where there is one
-    process only."""
+    """The rank in ``torch.distributed`` if that is initialised, else the rank that the launcher set; None if there is
+    only one process."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
@@ -32,16 +33,16 @@ def process_rank() -> int | None:
 
 @contextlib.contextmanager
 def rank_directory(directory: str, rank: int | None) -> Generator[str]:
-    """A directory within ``directory`` to make unnamed files in; ``directory`` itself without a rank.
+    """Create a directory within ``directory`` for unnamed files. Without a rank, yields ``directory`` itself.
 
-    It is removed as soon as the files are there: they do not need it any more, and nothing is left after ``kill -9``.
+    It is removed as soon as the files exist: they no longer need it, and nothing is left after ``kill -9``.
     """
     if rank is None:
         yield directory
         return
     try:
         own = tempfile.mkdtemp(prefix=f"ssdtrain-rank-{rank}-", dir=directory)
-    except OSError:  # a full disk: no reason to stop training
+    except OSError:  # a full disk must not stop training
         yield directory
         return
     try:

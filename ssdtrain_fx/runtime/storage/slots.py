@@ -1,14 +1,14 @@
-"""Byte ranges of one file, handed out and taken back.
+"""Allocation of spill slots: byte ranges of one file.
 
-Why: one file with recycled slots costs no file creation and no unlink per tensor, and its size stays bounded by the
-largest number of bytes that were offloaded at one time.
+Why: reusing the slots of one file needs no file creation and no unlink per tensor, and the size of the file stays
+bounded by the largest number of bytes that were offloaded at one time.
 
 Guarantees:
 
-* A slot begins and ends on a multiple of :data:`ALIGNMENT_BYTES`, as direct I/O demands.
+* A slot begins and ends on a multiple of :data:`ALIGNMENT_BYTES`, as direct I/O requires.
 * Two slots in use never overlap.
 * First fit, lowest offset first: the same calls give the same slots.
-* When every slot was freed, the space below ``end_bytes`` is one free range again, and ``end_bytes`` is 0.
+* Once every slot is freed, there are no holes left and ``end_bytes`` is 0.
 
 Pure bookkeeping: no I/O, no locks. The engine calls it with its lock held.
 """
@@ -32,7 +32,7 @@ class Slot(NamedTuple):
 
 
 class SlotAllocator:
-    """First fit with coalescing over a space that grows when nothing fits."""
+    """First fit with coalescing, in a space that grows when no hole fits."""
 
     def __init__(self) -> None:
         self._free: list[Slot] = []  # sorted by offset; no two touch; none touches end_bytes
@@ -50,7 +50,7 @@ class SlotAllocator:
         return tuple(self._free)
 
     def allocate(self, size_bytes: int) -> Slot:
-        """A slot of ``size_bytes`` rounded up to the alignment."""
+        """Allocate a slot of ``size_bytes``, rounded up to the alignment."""
         if size_bytes <= 0:
             raise ValueError(f"a slot holds at least one byte, got {size_bytes}")
         size_bytes = round_up(size_bytes)
@@ -68,9 +68,9 @@ class SlotAllocator:
         return self._take(offset_bytes, size_bytes)
 
     def allocate_from_end(self, until_bytes: int) -> Slot | None:
-        """The range ``[end_bytes, until_bytes)`` as a slot, or None where it is empty.
+        """Allocate ``[end_bytes, until_bytes)`` as a slot. Returns None if the range is empty.
 
-        This keeps others out of the tail of the file while it is cut off.
+        This keeps other slots out of the tail of the file while it is cut off.
         """
         if until_bytes <= self.end_bytes:
             return None
@@ -79,7 +79,7 @@ class SlotAllocator:
         return self._take(offset_bytes, until_bytes - offset_bytes)
 
     def free(self, slot: Slot) -> None:
-        """Take ``slot`` back and merge it with the free ranges it touches."""
+        """Free ``slot`` and merge it with the free ranges that it touches."""
         if self._in_use.pop(slot.offset_bytes, None) != slot:
             raise ValueError(f"{slot} is not in use")
         self.bytes_in_use -= slot.size_bytes

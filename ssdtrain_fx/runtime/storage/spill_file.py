@@ -1,15 +1,15 @@
 """One unnamed file that holds the bytes of offloaded tensors.
 
-Why: activations may hold private training data and must never outlive the process. A file that has no name cannot be
-opened by others and is gone with the last descriptor, even after ``kill -9``.
+Why: activations may hold private training data and must never outlive the process. A file without a name cannot be
+opened by others and is deleted with its last descriptor, even after ``kill -9``.
 
 Guarantees:
 
-* The file has mode 0600 and no name. Where the file system has no O_TMPFILE it has a name for the moment between
-  creation and unlink.
+* The file has mode 0600 and no name. Where the file system does not support O_TMPFILE, it has a name between creation
+  and unlink.
 * :meth:`SpillFile.write` and :meth:`SpillFile.read` move all bytes or raise OSError.
-* :meth:`SpillFile.grow` returns the error instead of raising it: a full disk is no reason to stop training.
-* All methods may be called from any thread. ``grow`` and ``shrink`` exclude each other; reads and writes run freely.
+* :meth:`SpillFile.grow` returns the error instead of raising it: a full disk must not stop training.
+* All methods may be called from any thread. ``grow`` and ``shrink`` exclude each other; reads and writes take no lock.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _NO_O_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.E
 
 
 class ChunkFile(Protocol):
-    """What the engine needs of a file. Tests inject faults by implementing it."""
+    """The interface of a spill file, as the engine uses it. Tests implement it to inject faults."""
 
     path: str
     io_path: str
     direct: bool
-    """Transfers do not go through the page cache."""
+    """Transfers bypass the page cache."""
     stripe_bytes: int | None
-    """Where set, another file begins at each multiple of it; chunks end there."""
+    """If set, another file begins at each multiple of it; chunks end there."""
 
     @property
     def size_bytes(self) -> int: ...
@@ -65,7 +65,7 @@ class ChunkFile(Protocol):
 
 
 class SpillFile:
-    """The file behind one engine. Addresses, lengths and offsets are multiples of 4096 bytes."""
+    """The file of one engine. Addresses, lengths and offsets are multiples of 4096 bytes."""
 
     stripe_bytes: int | None = None
 
@@ -101,7 +101,7 @@ class SpillFile:
         return self._descriptor, offset_bytes
 
     def grow(self, size_bytes: int) -> OSError | None:
-        """Make the file at least ``size_bytes`` long, with its blocks reserved. Returns the error if that failed."""
+        """Grow the file to at least ``size_bytes``, with its blocks reserved. Returns the error if that failed."""
         if size_bytes <= self._size_bytes:
             return None
         with self._size_lock:
@@ -118,8 +118,8 @@ class SpillFile:
             os.posix_fallocate(self._descriptor, self._size_bytes, size_bytes - self._size_bytes)
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
-                with contextlib.suppress(OSError):  # a disk that has gone refuses this too
-                    os.ftruncate(self._descriptor, self._size_bytes)  # give back what was reserved before it failed
+                with contextlib.suppress(OSError):  # a disk that has disappeared refuses this too
+                    os.ftruncate(self._descriptor, self._size_bytes)  # free what was reserved before the failure
                 return error
             try:
                 os.ftruncate(self._descriptor, size_bytes)
@@ -129,11 +129,11 @@ class SpillFile:
         return None
 
     def shrink(self, size_bytes: int, from_bytes: int) -> None:
-        """Cut the file from ``from_bytes`` to ``size_bytes``, unless it has grown beyond ``from_bytes`` meanwhile.
+        """Cut the file from ``from_bytes`` to ``size_bytes``, unless it has grown beyond ``from_bytes``.
 
-        The caller sees to it that nobody uses ``[size_bytes, from_bytes)``. Who needs more has to grow the file first,
-        so either 1. the growth comes first, and nothing is cut, or 2. the cut comes first, and the growth reserves the
-        range again.
+        The caller ensures that ``[size_bytes, from_bytes)`` is not in use. A thread that needs more space must grow the
+        file first. So either 1. the growth comes first and nothing is cut, or 2. the cut comes first and the growth
+        reserves the range again.
         """
         with self._size_lock:
             if size_bytes < self._size_bytes == from_bytes:
@@ -153,7 +153,7 @@ class SpillFile:
             done = bytes_done(done, count, len(data), "read", offset_bytes, self.path)
 
     def close(self) -> None:
-        """Give the disk space back. Further use raises OSError."""
+        """Free the disk space. Further use raises OSError."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -161,9 +161,10 @@ class SpillFile:
 
 
 def bytes_done(done: int, count: int, total: int, verb: str, offset_bytes: int, path: str) -> int:
-    """How many of ``total`` bytes need no further attempt, when the one after the first ``done`` moved ``count``.
+    """How many of ``total`` bytes are done, after an attempt that started at byte ``done`` moved ``count`` bytes.
 
-    After a short transfer the next one starts on an aligned offset again. Raises OSError where there is no progress.
+    After a short transfer this is rounded down, so that the next attempt starts on an aligned offset. Raises OSError if
+    there is no progress.
     """
     after = done + count
     if after < total:
@@ -174,7 +175,7 @@ def bytes_done(done: int, count: int, total: int, verb: str, offset_bytes: int, 
 
 
 def _open_unnamed(directory: str, extra_flags: int) -> int | None:
-    """A descriptor of a file without a name, or None where the file system refuses ``extra_flags``."""
+    """Open a file without a name. Returns its descriptor, or None if the file system refuses ``extra_flags``."""
     flags = os.O_RDWR | os.O_CLOEXEC | extra_flags
     try:
         return os.open(directory, flags | os.O_TMPFILE, 0o600)
@@ -196,12 +197,12 @@ def _open_unnamed(directory: str, extra_flags: int) -> int | None:
 
 
 def _accepts_direct_io(descriptor: int) -> bool:
-    """Some file systems take O_DIRECT at open and refuse the first transfer."""
+    """Whether a direct transfer works: some file systems accept O_DIRECT at open and refuse the first transfer."""
     with mmap.mmap(-1, ALIGNMENT_BYTES) as block:
         try:
             os.pwrite(descriptor, block, 0)
         except OSError as error:
-            return error.errno != errno.EINVAL  # a full disk is dealt with when tensors are written
+            return error.errno != errno.EINVAL  # a full disk is handled when tensors are written
     os.ftruncate(descriptor, 0)
     return True
 
@@ -209,6 +210,7 @@ def _accepts_direct_io(descriptor: int) -> bool:
 @functools.cache
 def _warn_of_buffered_io(directory: str) -> None:
     log.warning(
-        "%s does not take direct I/O (O_DIRECT): transfers go through the page cache, which costs memory and CPU time.",
+        "%s does not support direct I/O (O_DIRECT): transfers go through the page cache, which costs memory and CPU "
+        "time. Set ssd_dir to a directory on ext4 or XFS.",
         directory,
     )

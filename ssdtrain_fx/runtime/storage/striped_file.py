@@ -1,17 +1,17 @@
-"""Several spill files that look like one: the drives behind them work at the same time.
+"""Several spill files that look like one, so that their drives work at the same time.
 
 ::
 
     offset    0       2 MiB   4 MiB   6 MiB   8 MiB
-    2 files   |  A: 0  |  B: 0  |  A: 2  |  B: 2  |       2 MiB lie in one file, the next 2 MiB in the next file
+    2 files   |  A: 0  |  B: 0  |  A: 2  |  B: 2  |       2 MiB are in one file, the next 2 MiB in the next file
 
-Why by chunk and not by tensor: one tensor then moves at the rate of all drives together, which is what the hardware
-profile says of it. Equal drives are best: the slowest and the fullest one sets the pace for all.
+Why stripes rather than one drive per tensor: each tensor moves at the rate of all drives together, which is the rate in
+the hardware profile. Equal drives are best: the slowest and the fullest drive limit all of them.
 
 Guarantees:
 
 * A transfer that ends before the next multiple of ``stripe_bytes`` uses one file.
-* The file grows everywhere or nowhere: where one drive is full, the others give back what they had reserved.
+* All files grow, or none: if one drive is full, the others free what they had reserved.
 * An error names the file that it comes from.
 """
 
@@ -27,7 +27,7 @@ STRIPE_BYTES = 2 << 20
 
 
 def open_spill_file(directories: Sequence[str], open_one: Callable[[str], ChunkFile] = SpillFile) -> ChunkFile:
-    """One spill file, over all ``directories``. Raises OSError when one of them takes no file; none is left open."""
+    """Open one spill file over all ``directories``. If one cannot be used, raises OSError and leaves no file open."""
     with contextlib.ExitStack() as opened:
         parts: list[ChunkFile] = []
         for directory in directories:
@@ -38,7 +38,7 @@ def open_spill_file(directories: Sequence[str], open_one: Callable[[str], ChunkF
 
 
 class StripedFile:
-    """A ChunkFile over others, which it owns."""
+    """A ChunkFile over other ChunkFiles, which it owns."""
 
     def __init__(self, parts: Sequence[ChunkFile], stripe_bytes: int = STRIPE_BYTES) -> None:
         self.stripe_bytes: int | None = stripe_bytes
@@ -96,7 +96,7 @@ class StripedFile:
         return self._parts[column], row * self._stripe_bytes + within_bytes
 
     def _part_bytes(self, size_bytes: int) -> int:
-        """Size of each file when all of them together hold ``size_bytes`` in whole rows of stripes."""
+        """The size of each file if together they hold ``size_bytes`` in whole rows of stripes."""
         return -(-size_bytes // (self._stripe_bytes * len(self._parts))) * self._stripe_bytes
 
     def _pieces(self, data: memoryview, offset_bytes: int) -> Iterator[tuple[ChunkFile, memoryview, int]]:
@@ -110,7 +110,7 @@ class StripedFile:
 
 @contextlib.contextmanager
 def _named(part: ChunkFile) -> Generator[None]:
-    """An OSError that says which file it comes from."""
+    """Add the path of ``part`` to an OSError that names no file."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Candidates: every storage that backward reads, the node to move it by, or the reason why it stays."""
+"""Candidates: every storage that backward reads, with the node to offload or the reason to keep it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ssdtrain_fx.testing import CapturedStep, GraphAnalysis, analyse, calls, cap
 
 aten = torch.ops.aten
 HELD = "graph input: a parameter, a buffer or data that the caller holds"
-RETURNED = "graph output: the caller holds it, offloading would free nothing"
+RETURNED = "graph output: the caller holds it, so offloading would free nothing"
 PART_ONLY = "no node covers the storage: only a part of it is in this graph"
 
 
@@ -27,19 +27,19 @@ def candidates_of(function: Callable[..., Any], *inputs: Tensor, min_tensor_byte
 
 
 def made_by(analysis: GraphAnalysis, target: object) -> Candidate:
-    """The one candidate whose storage the (only) call of ``target`` allocates."""
+    """The candidate whose storage the only call of ``target`` allocates."""
     (found,) = [candidate for candidate in analysis.candidates if candidate.storage.allocator.target is target]
     return found
 
 
 def again(joint: ScheduledJointGraph) -> GraphAnalysis:
-    """Candidates of a graph that a test has changed by hand."""
+    """The candidates of a graph that a test has edited."""
     alias_sets = find_alias_sets(joint.graph)
     return GraphAnalysis(joint, alias_sets, find_candidates(joint, alias_sets, min_tensor_bytes=0))
 
 
 def capture_exp() -> CapturedStep:
-    """exp [4, 6] is 96 bytes; backward reads it (through a detach)."""
+    """exp [4, 6] has 96 bytes. Backward reads it (through a detach)."""
     return capture_step(lambda x: x.exp().sum(), matrix())
 
 
@@ -69,7 +69,7 @@ class TestStays:
         assert names(analysis.candidates[0].saved_nodes) == ["t"]
 
     def test_what_is_returned(self) -> None:
-        """Logits are saved and returned: as long as the caller holds them, offloading frees nothing."""
+        """The logits are saved and returned. While the caller holds them, offloading frees nothing."""
         analysis = candidates_of(lambda x: ((logits := x.exp()).sum(), logits), matrix())
         assert made_by(analysis, aten.exp.default).reason_to_keep == RETURNED
 
@@ -78,7 +78,7 @@ class TestStays:
         assert made_by(analysis, aten.exp.default).reason_to_keep == RETURNED
 
     def test_what_is_returned_as_a_gradient(self) -> None:
-        """Backward returns a saved tensor as it is; autograd will hold it."""
+        """Backward returns a saved tensor unchanged, so autograd holds it."""
         joint = capture_exp().join()
         (exp,) = calls(joint.graph, aten.exp.default)
         output = joint.graph.output_node()
@@ -87,7 +87,7 @@ class TestStays:
 
     @pytest.mark.parametrize("by_keyword", [False, True])
     def test_what_is_written_in_place(self, by_keyword: bool) -> None:
-        """Functionalization removes such writes, but custom ops can bring them back."""
+        """Functionalization removes in-place writes, but custom ops can add them again."""
         joint = capture_exp().join()
         (exp,) = calls(joint.graph, aten.exp.default)
         with joint.graph.inserting_before(joint.marker):
@@ -146,12 +146,12 @@ class TestStays:
 
     def test_scalars(self) -> None:
         scalar = made_by(candidates_of(lambda x: x.sum().exp() * 2, matrix()), aten.exp.default)
-        assert scalar.reason_to_keep == "4 bytes: not larger than the token that would stand for it"
+        assert scalar.reason_to_keep == "4 bytes: not larger than the token that would replace it"
 
     @pytest.mark.parametrize(("numbers", "moves"), [(2, False), (3, True)])
     def test_what_is_not_larger_than_a_token(self, numbers: int, moves: bool) -> None:
         candidate = made_by(candidates_of(lambda x: x.exp().sum(), matrix(numbers)), aten.exp.default)
-        expected = "" if moves else "8 bytes: not larger than the token that would stand for it"
+        expected = "" if moves else "8 bytes: not larger than the token that would replace it"
         assert candidate.reason_to_keep == expected
         assert (candidate.representative is not None) == moves
 
@@ -162,12 +162,12 @@ class TestStays:
         assert made_by(analysis, aten.exp.default).reason_to_keep == expected
 
     def test_storages_of_which_the_graph_has_only_a_part(self) -> None:
-        """Rows lie 12 apart, 6 are used: the tensor that could be moved would leave the gaps behind."""
+        """Rows are 12 elements apart and 6 are used, so no tensor in the graph covers the gaps."""
         analysis = candidates_of(lambda x: torch.empty_strided((4, 6), (12, 1)).copy_(x).sin().sum(), matrix())
         assert made_by(analysis, aten.copy.default).reason_to_keep == PART_ONLY
 
     def test_views_that_need_another_tensor_to_be_rebuilt(self) -> None:
-        """A view op with a second tensor argument cannot be run again on the reloaded base alone."""
+        """A view op with a second tensor argument cannot be replayed from the reloaded base alone."""
         joint = capture_step(lambda x, w: (x.exp().t() @ w).sum(), matrix(), matrix(4, 2)).join()
         (exp,) = calls(joint.graph, aten.exp.default)
         transpose = next(node for node in joint.saved if node.target is aten.t.default)
@@ -197,7 +197,7 @@ class TestMoves:
         assert candidate.storage.hint_bytes == size_bytes
 
     def test_a_conjugate_moves_as_its_base(self) -> None:
-        """conj() is a bit on a view, not data: the base is moved, and the view is taken again."""
+        """conj() is a bit on a view, not data. The base is offloaded, and the view is replayed."""
         function = lambda x: torch.view_as_real((z := torch.complex(x, x).exp()) @ z.mH).sum()  # noqa: E731
         analysis = candidates_of(function, matrix())
         candidate = made_by(analysis, aten.exp.default)
@@ -220,7 +220,7 @@ class TestMoves:
         assert candidate.storage.hint_bytes == 96
 
     def test_a_view_of_an_expanded_tensor(self) -> None:
-        """exp [1, 6] -> expand [4, 6] -> t [6, 4]: 24 bytes move, not 96."""
+        """exp [1, 6] -> expand [4, 6] -> t [6, 4]: 24 bytes are offloaded, not 96."""
         analysis = candidates_of(
             lambda x, w: (x.sum(0, keepdim=True).exp().expand(4, 6).t() @ w).sum(), matrix(), matrix(4, 2)
         )
@@ -247,7 +247,7 @@ class TestMoves:
         assert isinstance(candidate.storage.size_bytes, torch.SymInt)
 
     def test_symbolic_views(self) -> None:
-        """A view whose sizes are symbols can be run again: backward gets symbols, too."""
+        """A view whose sizes are symbols can be replayed, because backward receives symbols too."""
         candidate = made_by(analyse(capture_toy("attention", dynamic=True)), aten._softmax.default)
         assert candidate.reason_to_keep == ""
 

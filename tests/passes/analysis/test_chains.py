@@ -1,4 +1,4 @@
-"""Which graphs are links of a chain, what may come in and move, and how much of a link moves."""
+"""Which graphs are links of a chain, which of their inputs may move, and how many bytes of a link move."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def moved_inputs(step: OffloadedStep) -> list[tuple[str, ...]]:
 
 @pytest.fixture
 def x() -> Tensor:
-    """A result of an operator between graphs."""
+    """An input that is the result of an operator between graphs."""
     return torch.randn(4, 6, requires_grad=True) * 2
 
 
@@ -83,7 +83,7 @@ def test_an_activation_that_is_written_to_stays(x: Tensor) -> None:
 
 
 def test_an_input_leaves_before_forward_is_over_and_the_rest_may_be_late(x: Tensor) -> None:
-    """The owner of an input may write to it as soon as forward has returned."""
+    """The owner of an input may overwrite it as soon as forward has returned."""
     step = compile_once(layer, x, nn.Parameter(torch.randn(6, 6)))
     releases = [line for line in step.joint_after.splitlines() if "ssdtrain.release" in line]
     (of_input,) = (line for line in releases if "primals_1" in line)
@@ -107,8 +107,8 @@ def test_as_many_bytes_move_as_time_allows(problem: TransferProblem, max_slowdow
 
 
 def seconds_per_link(problem: TransferProblem, chosen: Sequence[Movable]) -> float:
-    """Run a long chain on a clock: forwards that wait for what the one before has left, then backwards that wait for
-    their reads, which begin when the backward before begins."""
+    """Simulate a long chain. A forward waits for the writes that the forward before it left unfinished. A backward
+    waits for its reads, which begin when the backward before it begins."""
     hardware, length = problem.hardware, 400
     forward_s = sum(problem.node_s[: problem.marker]) + sum(problem.blocks_out_s(one.size_bytes) for one in chosen)
     backward_s = sum(problem.node_s[problem.marker :]) + sum(problem.blocks_in_s(one.size_bytes) for one in chosen)

@@ -1,4 +1,4 @@
-"""The dependency graph, against runs of the graphs and against plain reachability in FX."""
+"""The dependency graph, compared with runs of the graphs and with reachability in FX."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def of_kind(graph: nx.DiGraph[str], kind: str) -> list[str]:
 
 
 def related(graph: nx.DiGraph[str], storage: str, *relations: str) -> set[str]:
-    """The nodes that stand in one of ``relations`` to ``storage``."""
+    """The nodes that an edge with one of ``relations`` connects to ``storage``."""
     edges = itertools.chain(graph.in_edges(storage, data=True), graph.out_edges(storage, data=True))
     return {({one, other} - {storage}).pop() for one, other, data in edges if data["relation"] in relations}
 
 
 def freed_by(graph: nx.DiGraph[str], storage: str) -> str:
-    """The node behind the one edge that frees."""
+    """The node on the storage's only edge with ``frees``."""
     edges = itertools.chain(graph.in_edges(storage, data=True), graph.out_edges(storage, data=True))
     (pair,) = [{one, other} for one, other, data in edges if data["frees"]]
     return (pair - {storage}).pop()
 
 
 class StorageWatcher(fx.Interpreter):
-    """Keeps every value, so that equal addresses mean one storage, and notes in which ones each value lies."""
+    """Records the nodes on each storage. It keeps all values, so that equal addresses mean the same storage."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm, garbage_collect_values=False)
@@ -67,7 +67,7 @@ def addresses(value: Any) -> Iterator[int]:
 
 
 def reachable(node: fx.Node) -> set[str]:
-    """By a search through the users that FX keeps."""
+    """The nodes that depend on ``node``, found through FX users."""
     found: set[str] = set()
     rest = list(node.users)
     while rest:
@@ -79,7 +79,7 @@ def reachable(node: fx.Node) -> set[str]:
 
 
 def live_bytes(graph: nx.DiGraph[str], storages: Iterable[str]) -> list[int]:
-    """From the node that makes a storage to the one that frees it, both included."""
+    """Live bytes by position. A storage is live from the node that makes it to the one that frees it, inclusive."""
     total = [0] * len(of_kind(graph, "node"))
     for storage in storages:
         first, last = (graph.nodes[name]["position"] for name in (storage, freed_by(graph, storage)))
@@ -89,7 +89,7 @@ def live_bytes(graph: nx.DiGraph[str], storages: Iterable[str]) -> list[int]:
 
 
 def assert_order(graph: nx.DiGraph[str], schedule: Schedule) -> None:
-    """The order of execution is a topological order, with every storage right behind what makes it."""
+    """The execution order is a topological order, with every storage directly after the node that makes it."""
     assert nx.is_directed_acyclic_graph(graph)
 
     def key(name: str) -> int:
@@ -147,9 +147,9 @@ def test_dependencies_of_random_graphs(program: Program) -> None:
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(what=st.one_of(st.sampled_from(list(TOYS)), random_programs()))
 def test_what_comes_back_is_another_storage(what: str | Program) -> None:
-    """In the rewritten graph memory ends at the release and is taken again by the reload.
+    """In the rewritten graph, the release frees the memory and the reload allocates it again.
 
-    Live bytes are those of liveness, which is tested against runs of such graphs.
+    Live bytes are compared with those of liveness, which other tests compare with runs of these graphs.
     """
     step = capture_toy_or_program(what)
     rewritten = offload_saved_tensors(

@@ -1,4 +1,4 @@
-"""What the timeline says, against the plan and against the rewritten graph."""
+"""The timeline, compared with the plan and with the rewritten graph."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def described(step: CapturedStep, *, disk: float, policy: str = "auto") -> tuple
 
 
 class Views(nn.Module):
-    """Backward reads two views of one storage: they are rebuilt behind the wait."""
+    """Backward reads two views of one storage. They are rebuilt after the wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,9 +78,9 @@ def test_the_peaks_are_those_of_the_plan(graph: GraphReport) -> None:
 
 
 def assert_memory_is_that_of_the_graph(step: CapturedStep, *, disk: float, policy: str = "auto") -> None:
-    """At every node of either graph: the timeline, made from the plan, and liveness of what will be compiled agree.
+    """At every node of both graphs, the timeline, made from the plan, agrees with liveness of the compiled graph.
 
-    That liveness is what real tensors take is tested with it.
+    The tests of liveness compare it with the memory of real tensors.
     """
     rewritten, timeline = described(step, disk=disk, policy=policy)
     after = join(rewritten.forward, rewritten.backward, num_forward_outputs=step.num_forward_outputs)
@@ -111,7 +111,7 @@ def test_memory_is_that_of_random_graphs(program: Program, disk: float, policy: 
 
 
 def test_what_is_made_again_is_told_with_its_nodes_and_its_time() -> None:
-    """Nothing moves on a disk that stands still. The storage is there in forward, and again where it is made."""
+    """On a disk this slow nothing moves. The storage is live in forward, and again where it is recomputed."""
     rewritten, timeline = described(four_layers(), disk=1e-9)
     made = rewritten.plan.recomputed
     after, activities = timeline.after, timeline.activities

@@ -1,4 +1,4 @@
-"""What fusion does to live intervals, on graphs that can be checked by eye."""
+"""How fusion changes live intervals, on graphs small enough to check by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssdtrain_fx.testing import analyse, capture_step, capture_toy, named
 
 
 def chain(x: Tensor, w: Tensor) -> Tensor:
-    """One kernel between two products: of ``mul``, ``tanh`` and ``add`` only the last reaches memory."""
+    """One kernel between two products. It fuses ``mul``, ``tanh`` and ``add``, and only ``add`` reaches memory."""
     h = x @ w
     return ((h * 2).tanh() + 1) @ w
 
@@ -45,19 +45,19 @@ def test_what_lives_in_one_kernel_reaches_no_memory() -> None:
 
 
 def test_a_result_takes_over_the_memory_of_an_argument_that_dies() -> None:
-    """``tanh`` is written in place of ``mm``, which nobody reads afterwards: they are never live together."""
+    """``tanh`` is written in place of ``mm``, which is not read again, so they are never live together."""
     before, after = fused(one_op)
     assert before["mm"].end > after["mm"].end == after["tanh"].start
 
 
 def test_what_is_read_again_is_not_overwritten() -> None:
-    """With a gradient for ``w``, ``add`` is read in backward: it stays, as it does without fusion."""
+    """With a gradient for ``w``, backward reads ``add``, so it stays in memory as it does without fusion."""
     before, after = fused(requires_grad=True)
     assert after["add"] == before["add"]
 
 
 def shared_bias(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum stands in front of the product that has ``mul`` stored, so it computes it once more, from ``mm``."""
+    """The sum runs before the product that needs ``mul`` in memory, so it recomputes ``mul`` from ``mm``."""
     s = (x @ w) * 2
     return s.sum(0), s.view(2, 2, 4).view(4, 4) @ w
 

@@ -1,4 +1,4 @@
-"""Which nodes run as one kernel, told by what the kernels of tiny graphs read and write, worked out by hand."""
+"""Which nodes run as one kernel. The bytes that kernels of tiny graphs read and write are calculated by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ssdtrain_fx.testing import analyse, capture_step
 
 
 def test_a_chain_reads_and_writes_once() -> None:
-    """40 B in, 40 B out, in between nothing; node by node 2 + 2 + 3 passes of 40 B."""
+    """Fused: 40 B in, 40 B out, nothing between. Node by node: 2 + 2 + 3 passes of 40 B."""
 
     def function(x: Tensor) -> Tensor:
         y = x * 2
@@ -29,7 +29,7 @@ def test_a_chain_reads_and_writes_once() -> None:
 
 
 def test_expensive_ops_add_up_in_a_group() -> None:
-    """20 exps take 2 s, 2 * 40 B take 0.8 s: the longer one counts, and one empty kernel."""
+    """20 exps take 2 s and 2 * 40 B take 0.8 s. The longer time counts, plus one empty kernel."""
     joint = trace(lambda x: x.exp().exp(), (10,))
     assert costs(joint) == {"exp_1": pytest.approx(2.5)}
     assert total(trace(lambda x: x.pow(2), (10,))) == pytest.approx(1.3)
@@ -37,7 +37,7 @@ def test_expensive_ops_add_up_in_a_group() -> None:
 
 
 def test_what_is_read_outside_is_written() -> None:
-    """``y`` is an output too: 40 B in, twice 40 B out."""
+    """``y`` is also an output: 40 B in, 2 * 40 B out."""
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x * 2
@@ -51,7 +51,7 @@ def test_an_oracle_by_hand_around_a_matrix_product() -> None:
     h = mm(x, w)             x 4x4, w 4x4: 3 * 64 B
     a = relu(h + b)          group 1: reads h (64), b (16); writes a (64), which the product reads
     z = mm(a, w)             3 * 64 B
-    r = z * a                group 2: reads z, a; writes r. Not group 1: a product stands between
+    r = z * a                group 2: reads z, a; writes r. Not group 1: a product runs between
     """
 
     def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def test_a_sum_over_columns_is_a_pass_of_its_own() -> None:
 
 
 def test_a_pointwise_op_moves_to_its_only_reader() -> None:
-    """``x * 2`` stands in front of the product, and is inlined behind it: 64 B of x, 64 B of h, 64 B out."""
+    """``x * 2`` is before the product in the graph, and is inlined after it: 64 B of x, 64 B of h, 64 B out."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         y = x * 2
@@ -97,7 +97,7 @@ def test_a_pointwise_op_moves_to_its_only_reader() -> None:
 
 
 def test_readers_of_one_storage_share_a_pass() -> None:
-    """Two chains with nothing in common but x: 40 B in, twice 40 B out."""
+    """Two chains that share only x: 40 B in, 2 * 40 B out."""
     assert total(trace(lambda x: (x * 2, x + 1), (10,)), ONLY_BYTES) == 120
 
 
@@ -111,7 +111,7 @@ def test_forward_and_backward_never_share_a_group() -> None:
 
 
 def read_again(function: Callable[..., object], *shapes: Sequence[int]) -> dict[str, set[str]]:
-    """What reductions compute their argument from once more, by the name of the reduction."""
+    """The storages from which reductions recompute their argument, by the name of the reduction."""
     joint = trace(function, *shapes)
     alias_sets = find_alias_sets(joint.graph)
     nodes = list(joint.graph.nodes)
@@ -153,7 +153,7 @@ def test_a_sum_reads_what_is_stored_by_then() -> None:
 
 
 def test_backward_reads_what_forward_has_stored() -> None:
-    """Forward ends with ``mul`` in memory, though only backward has a product of it, behind the sum."""
+    """``mul`` is in memory when forward ends, although only a product in backward reads it, after the sum."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         return Stored.apply(x, w)
@@ -166,7 +166,7 @@ def test_backward_reads_what_forward_has_stored() -> None:
 
 
 class Stored(torch.autograd.Function):
-    """2 x is saved; backward sums its columns before it multiplies it."""
+    """Saves 2 x. Backward sums its columns, then multiplies it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:

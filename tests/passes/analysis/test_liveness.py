@@ -1,4 +1,4 @@
-"""Live intervals and memory profiles: what is predicted is what a run of the graph holds, to the byte."""
+"""Live intervals and memory profiles: predictions equal the memory of a real run, to the byte."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def predict(graph: fx.Graph) -> MemoryProfile:
 
 
 def token_bytes(graph: fx.Graph) -> tuple[int, ...]:
-    """What is predicted for tokens and tickets alone."""
+    """The predicted bytes of tokens and tickets only."""
     alias_sets = find_alias_sets(graph)
     intervals = find_live_intervals(graph, alias_sets)
     tokens = [storage for storage in alias_sets.storages if storage.allocator.target in (OFFLOAD, RELEASE, RELOAD)]
@@ -51,7 +51,7 @@ def without(total: Iterable[int], part: Iterable[int]) -> list[int]:
 
 
 def predict_plan(analysis: GraphAnalysis, plan: Plan) -> MemoryProfile:
-    """The profile that a plan promises, at the positions of the graph before it is rewritten."""
+    """The memory profile that a plan predicts, at the positions of the graph before it is rewritten."""
     intervals = find_live_intervals(analysis.joint.graph, analysis.alias_sets)
     parts: list[LiveInterval] = []
     for candidate, saved in zip(analysis.candidates, plan.storages, strict=True):
@@ -67,7 +67,7 @@ def assert_prediction_is_measured(step: CapturedStep) -> None:
 
 
 def assert_plan_is_measured(step: CapturedStep, *, policy: str, disk: float) -> Plan:
-    """Rewrites, runs, and compares at every node that was there before; tokens are on nobody's bill."""
+    """Rewrite and run the step, and compare at every node of the original graph. Tokens are not counted."""
     analysis = analyse(step)
     plan = analysis.plan(policy=policy, disk=disk)
     promised = predict_plan(analysis, plan)
@@ -107,7 +107,7 @@ def test_the_example_of_the_module() -> None:
 
 
 def test_intervals_are_half_open() -> None:
-    """[0, 2) and [2, 3) never meet."""
+    """[0, 2) and [2, 3) do not overlap."""
     first, second = LiveInterval(0, 0, 2, 10), LiveInterval(1, 2, 3, 7)
     assert memory_profile([first, second], 4).live_bytes == (10, 10, 7, 0)
 
@@ -125,7 +125,7 @@ def test_an_empty_graph_has_no_peak() -> None:
 
 
 def test_a_result_that_nobody_reads_lives_for_one_position() -> None:
-    """0 x;  1 exp (nobody reads it);  2 sin;  3 return sin"""
+    """0 x;  1 exp (never read);  2 sin;  3 return sin"""
     graph = fx.Graph()
     x = graph.placeholder("x")
     for target in (torch.ops.aten.exp.default, torch.ops.aten.sin.default):
@@ -139,7 +139,7 @@ def test_a_result_that_nobody_reads_lives_for_one_position() -> None:
 
 
 def test_a_tuple_holds_all_its_parts_until_the_last_one_is_taken() -> None:
-    """norm -> (out, mean, rstd): out is born at the op, not at its getitem, and dies after its own last reader."""
+    """norm -> (out, mean, rstd): the op allocates out, not its getitem, and out is freed after its last reader."""
     step = capture_step(lambda x: torch.nn.functional.layer_norm(x, (6,)).sum(), torch.randn(4, 6, requires_grad=True))
     joint = step.join()
     alias_sets = find_alias_sets(joint.graph)
@@ -182,7 +182,7 @@ def test_what_a_plan_promises_is_measured(name: str, policy: str, disk: float) -
 
 
 def test_a_deep_step_really_holds_less() -> None:
-    """Six activations of 2 KiB, and a disk that takes one while a node runs: forward never holds more than three."""
+    """Six activations of 2 KiB, and a disk that writes one while a node runs: forward never holds more than three."""
     plan = assert_plan_is_measured(capture_toy("deep"), policy="auto", disk=2048)
     assert plan.peak_before_bytes > 6 * 2048
     assert plan.peak_after_bytes < 5 * 2048
@@ -202,7 +202,7 @@ def test_random_graphs(program: Program, disk: float) -> None:
 
 
 def test_views_of_merged_nodes_are_counted_once() -> None:
-    """a = sin(x); b = sin(x); mm(b.t(), a): min_cut merges a and b, and b.t() is a view of a then."""
+    """a = sin(x); b = sin(x); mm(b.t(), a): min_cut merges a and b, so b.t() becomes a view of a."""
     step = capture_step(
         lambda x: x.sin().square().sum() + (x.sin().t() @ x.sin()).sum(),
         torch.randn(4, 6, requires_grad=True),
@@ -219,7 +219,7 @@ def test_views_of_merged_nodes_are_counted_once() -> None:
     ],
 )
 def test_the_rewritten_graph_predicts_itself(name: str) -> None:
-    """Prediction on the rewritten graph, at its own positions: a reloaded storage counts from its reload on."""
+    """The prediction for the rewritten graph, at its positions: a reloaded storage counts from its reload on."""
     step = capture_toy(name)
     analysis = analyse(step)
     joint = analysis.rewrite(analysis.plan(disk=600))

@@ -1,4 +1,4 @@
-"""Which calls of a graph are measured, and what their times do to its costs. Nothing runs: the times are made up."""
+"""Which calls of a graph are measured, and how their times change its costs. Nothing runs: the times are invented."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ LIBRARY_OPS = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
-"""What Inductor takes from libraries in the graphs of these tests: said here again, apart from the code."""
+"""The ops that Inductor runs as library kernels in these tests: a list that is independent of the code under test."""
 
 
 class MadeUp:
-    """Times that tell the calls apart; ``failing`` ops cannot be run."""
+    """Gives each call a different time. ``failing`` ops cannot be run."""
 
     def __init__(self, *failing: object) -> None:
         self.failing = failing
@@ -141,7 +141,7 @@ def test_what_cannot_be_run_falls_back_and_is_listed() -> None:
 
 @pytest.mark.parametrize(("slow", "again"), [(aten.mm.default, aten.mul.Tensor), (aten.mul.Tensor, aten.mm.default)])
 def test_what_is_made_again_is_chosen_by_measured_times(slow: object, again: object) -> None:
-    """x -> mm -> mul -> mm -> mul -> ...: by roofline all take a millisecond; measured, one op takes a second."""
+    """x -> mm -> mul -> mm -> mul -> ...: by roofline, all take a millisecond. Measured, one op takes a second."""
 
     class Slow(MadeUp):
         def of(self, calls: Sequence[Call]) -> Mapping[str, Seconds]:
@@ -165,8 +165,8 @@ def test_sizes_that_depend_on_data_are_not_measured() -> None:
 
 @torch.library.custom_op("ssdtrain_tests::shout", mutates_args=())
 def shout(x: Tensor) -> Tensor:
-    """Does more than compute."""
-    raise AssertionError("nobody asked for this op to run")
+    """Has a side effect."""
+    raise AssertionError("this op must not run")
 
 
 @shout.register_fake
@@ -175,11 +175,11 @@ def _(x: Tensor) -> Tensor:
 
 
 def test_ops_of_others_are_never_run() -> None:
-    """A collective would wait for ranks that do not come; an op of a user may do anything."""
+    """A collective would wait for ranks that never join, and a custom op may do anything."""
     with FakeTensorMode():
         gm = make_fx(lambda x: shout(x))(torch.empty(4))
     (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.ssdtrain_tests.shout.default)
-    assert describe_call(node) == "an op that may do more than compute"
+    assert describe_call(node) == "an op that may have side effects"
 
 
 def test_the_line_for_people() -> None:

@@ -1,4 +1,4 @@
-"""Costs of tiny graphs, worked out by hand.
+"""Costs of tiny graphs, calculated by hand.
 
 The machine of these tests: 1000 FLOP/s, 100 B/s, 10 expensive elements/s, and 0.5 s for an empty kernel.
 """
@@ -34,11 +34,11 @@ SLOW = toy_hardware(
 ONLY_BYTES = dataclasses.replace(
     SLOW, flops_per_s={"float32": 1e15}, memory_bytes_per_s=1.0, elements_per_s={"float32": 1e15}, kernel_s=0.0
 )
-"""Seconds are bytes."""
+"""With this profile, seconds equal bytes."""
 
 
 def trace(function: Callable[..., Any], *shapes: Sequence[int]) -> ScheduledJointGraph:
-    """A forward graph of ``function``, as a joint graph with an empty backward."""
+    """The forward graph of ``function`` as a joint graph with an empty backward."""
     with FakeTensorMode():
         gm = make_fx(function)(*(torch.empty(*shape) for shape in shapes))
     output = gm.graph.output_node()
@@ -51,7 +51,7 @@ def trace(function: Callable[..., Any], *shapes: Sequence[int]) -> ScheduledJoin
 
 
 def costs(joint: ScheduledJointGraph, hardware: Hardware = SLOW, *, fused: bool = True) -> dict[str, float]:
-    """What costs anything, by node name."""
+    """The nonzero costs, by node name."""
     seconds = estimate_node_seconds(joint, find_alias_sets(joint.graph), hardware, fused=fused)
     assert len(seconds) == len(joint.graph.nodes)
     return {node.name: cost for node, cost in zip(joint.graph.nodes, seconds, strict=True) if cost}
@@ -65,7 +65,7 @@ def total(joint: ScheduledJointGraph, hardware: Hardware = SLOW, *, fused: bool 
 
 
 def test_a_matrix_product_that_computes() -> None:
-    """2 * 10 * 20 * 30 = 12000 FLOP, 12 s; 4 * (200 + 600 + 300) = 4400 B would take 44 s, at 1000 B/s only 4.4 s."""
+    """2 * 10 * 20 * 30 = 12000 FLOP take 12 s; 4 * (200 + 600 + 300) = 4400 B take 44 s, or 4.4 s at 1000 B/s."""
     joint = trace(torch.mm, (10, 20), (20, 30))
     assert costs(joint) == {"mm": pytest.approx(44.5)}
     assert costs(joint, dataclasses.replace(SLOW, memory_bytes_per_s=1000.0)) == {"mm": pytest.approx(12.5)}
@@ -100,7 +100,7 @@ def test_a_convolution_has_a_rate_of_its_own() -> None:
 
 
 def test_looking_up_rows_reads_only_these() -> None:
-    """3 rows of 4 floats: read 48 B and 24 B of indices, write 48 B; the table has 4000 B."""
+    """3 rows of 4 floats: reads 48 B and 24 B of indices, writes 48 B. The table has 4000 B."""
 
     def function(table: Tensor) -> Tensor:
         return torch.nn.functional.embedding(torch.zeros(3, dtype=torch.long), table)
@@ -128,7 +128,7 @@ def test_fusion_saves_and_twice_the_machine_takes_half_the_time(name: str) -> No
 @given(program=random_programs())
 @settings(max_examples=15, deadline=None)
 def test_random_programs(program: Program) -> None:
-    """What a position costs is finite and not negative; what takes no time unfused takes none fused."""
+    """Costs are finite and not negative. A node that takes no time unfused takes none fused."""
     joint = capture_program(program).join()
     alias_sets = find_alias_sets(joint.graph)
     fused = estimate_node_seconds(joint, alias_sets, SLOW)
@@ -195,4 +195,4 @@ def test_thousands_of_nodes() -> None:
     alias_sets = find_alias_sets(joint.graph)
     start_s = time.process_time()
     estimate_node_seconds(joint, alias_sets, SLOW)
-    assert time.process_time() - start_s < 10  # about 0.05 s; only what is not near linear comes near this
+    assert time.process_time() - start_s < 10  # it takes about 0.05 s; only superlinear code comes close to 10 s

@@ -1,4 +1,4 @@
-"""What backward may make again, and the rewrite that lets it."""
+"""What backward may recompute, and the rewrite that inserts recomputations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def two_layers() -> CapturedStep:
 
 
 def verdicts(analysis: GraphAnalysis, inner: Inner = "aot_eager", **options: Any) -> dict[str, Recomputation | str]:
-    """By the name of the first node of each storage."""
+    """The verdicts, by the name of the first node of each storage."""
     judged = judge_recomputations(
         analysis.joint, analysis.alias_sets, analysis.candidates, fused=inner == "inductor", **options
     )
@@ -80,7 +80,7 @@ def recomputation(analysis: GraphAnalysis, name: str, inner: Inner = "aot_eager"
 
 def reason(analysis: GraphAnalysis, name: str, inner: Inner = "aot_eager", **options: Any) -> str:
     verdict = verdicts(analysis, inner, **options)[name]
-    assert isinstance(verdict, str), f"could be made again by {verdict}"
+    assert isinstance(verdict, str), f"could be recomputed by {verdict}"
     return verdict
 
 
@@ -97,7 +97,7 @@ def recompute_everything(analysis: GraphAnalysis, inner: Inner) -> ScheduledJoin
     return recompute(analysis, *found.values())
 
 
-# What may run again
+# What may be recomputed
 
 
 def test_a_chain_ends_at_what_is_saved() -> None:
@@ -115,7 +115,7 @@ def test_graph_inputs_that_backward_holds_are_no_sources() -> None:
 
 
 def test_what_lies_between_runs_as_well() -> None:
-    """Nobody saves h + 1, so it runs again with what follows it."""
+    """h + 1 is not saved, so it is recomputed together with the op that follows it."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         h = x @ w
@@ -124,11 +124,11 @@ def test_what_lies_between_runs_as_well() -> None:
     analysis = analyse(capture_step(function, matrix(4, 6), matrix(6, 8)))
     found = recomputation(analysis, "neg", "inductor")
     assert (names(found.nodes), sources(analysis, found)) == (["add", "neg"], ["mm"])
-    assert reason(analysis, "neg", max_ops=1) == "more than 1 ops away from anything else that is saved"
+    assert reason(analysis, "neg", max_ops=1) == "needs more than 1 ops from other saved values"
 
 
 def test_saved_views_are_taken_again() -> None:
-    """The transpose of w is saved, hence at hand; that of the result is taken from the new one."""
+    """The transpose of w is saved, so it can be read. The transpose of the result is taken from the recomputed one."""
 
     def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         return (v @ (x @ w.t()).t()).sum()
@@ -147,7 +147,7 @@ def test_random_numbers_are_drawn_once() -> None:
 
 
 def test_data_that_backward_did_not_hold_is_not_held() -> None:
-    """The caller may write the next batch over x before backward."""
+    """The caller may overwrite x with the next batch before backward."""
     analysis = analyse(capture_step(lambda x, w: ((x + 1) @ w).sum(), torch.randn(64, 4), matrix(4, 4)))
     assert reason(analysis, "add") == "reads the graph input primals_1, which backward does not hold"
 
@@ -193,7 +193,7 @@ def test_inductor_may_give_other_bits(op: Callable[[Tensor], Tensor]) -> None:
     assert found
     for verdict in found.values():
         assert isinstance(verdict, str)
-        assert verdict.endswith("what it is fused with may change its last bits")
+        assert verdict.endswith("fusion may change its last bits")
     assert all(isinstance(verdict, Recomputation) for verdict in verdicts(analysis, "aot_eager").values())
 
 
@@ -207,13 +207,13 @@ def of_low_precision(op: Callable[[Tensor], Tensor]) -> GraphAnalysis:
 
 
 def test_inductor_rounds_low_precision_where_it_stores() -> None:
-    assert reason(of_low_precision(lambda h: h + 1), "add", "inductor").endswith("rounded or not, depending on fusion")
+    assert reason(of_low_precision(lambda h: h + 1), "add", "inductor").endswith("a low-precision value is rounded")
     analysis = of_low_precision(lambda h: -h)
     assert names(recomputation(analysis, "neg", "inductor").nodes) == ["neg"]
 
 
 def on_cuda(analysis: GraphAnalysis) -> GraphAnalysis:
-    """As if the step had been traced on a GPU."""
+    """Make the analysis look as if the step had been traced on a GPU."""
     for node in analysis.joint.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, _torch_private.FakeTensor):
@@ -231,7 +231,7 @@ def test_a_gpu_rounds_a_product_and_its_sum_once() -> None:
     assert on_cpu == {"add", "add_1", "mul_1"}
     analysis = on_cuda(analyse(step))
     assert reason(analysis, "add", "inductor") == "add (aten.add): the sum of a product may be rounded once"
-    assert reason(analysis, "mul_1", "inductor").startswith("mul_1 (aten.mul): rounded together")
+    assert reason(analysis, "mul_1", "inductor").startswith("mul_1 (aten.mul): it may be rounded together")
     assert sources(analysis, recomputation(analysis, "add_1", "inductor")) == ["mm"]
 
 
@@ -241,7 +241,7 @@ def test_inductor_changes_layouts_around_convolutions() -> None:
         return (F.conv2d(h * h, w)).sum()
 
     analysis = analyse(capture_step(function, matrix(1, 2, 8, 8), matrix(2, 2, 3, 3)))
-    assert reason(analysis, "mul", "inductor").endswith("another layout for it in graphs with convolutions")
+    assert reason(analysis, "mul", "inductor").endswith("another layout for it, because the graph has convolutions")
     assert sources(analysis, recomputation(analysis, "mul")) == ["convolution"]
 
 
@@ -299,7 +299,7 @@ def test_after() -> None:
 
 
 def test_what_is_made_again_can_be_read_by_what_is_made_again() -> None:
-    """Backward reads mul first; its copy reads the copy of mm, which therefore stands in front of it."""
+    """Backward reads mul first. The copy of mul reads the copy of mm, so the copy of mm is inserted before it."""
     analysis = analyse(two_layers())
     joint = recompute(analysis, *(recomputation(analysis, name) for name in ("mm", "mul")))
     assert_expected_inline(
@@ -337,7 +337,7 @@ def test_a_storage_is_made_again_once() -> None:
 
 
 def test_copies_lie_on_storages_of_their_own() -> None:
-    """So liveness sees the copy die in backward, and the original in forward. Views follow their copy."""
+    """So for liveness, the copy ends in backward and the original in forward. Views of the copy are on its storage."""
     analysis = analyse(capture_step(lambda x, w: (w @ (x * x).t()).sum(), matrix(4, 6), matrix(3, 6)))
     joint = recompute(analysis, recomputation(analysis, "mul"))
     original, copy, *_ = calls(joint.graph, aten.mul.Tensor)
@@ -409,7 +409,7 @@ def test_everything_made_again_gives_the_same_bits(name: str) -> None:
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(program=random_programs(), chosen=st.sets(st.integers(0, 12)), turned=st.booleans())
 def test_random_graphs_give_the_same_bits(program: Program, chosen: set[int], turned: bool) -> None:
-    """Any choice goes: what is not made again is kept."""
+    """Any subset works. Storages that are not recomputed are kept."""
 
     def choose(found: Sequence[Recomputation]) -> Sequence[Recomputation]:
         selected = [one for number, one in enumerate(found) if (number in chosen) != turned]
@@ -420,7 +420,7 @@ def test_random_graphs_give_the_same_bits(program: Program, chosen: set[int], tu
 
 @pytest.mark.parametrize("name", TOYS)
 def test_what_is_still_saved_can_be_offloaded(name: str) -> None:
-    """Then the copies read what comes back."""
+    """The copies then read the reloaded tensors."""
     step = capture_toy_or_program(name)
     after = analyse(recompute_everything(analyse(step), "inductor"))
     joint = after.rewrite(after.plan(policy="all"))
@@ -430,7 +430,7 @@ def test_what_is_still_saved_can_be_offloaded(name: str) -> None:
 
 
 def test_less_is_alive_where_backward_begins() -> None:
-    """Counted on the storages of real tensors: what an interpreter holds at the marker."""
+    """Counts the storages of real tensors that an interpreter holds at the marker."""
     step = two_layers()
     analysis = analyse(step)
     before = live_at_marker(step, step.join())
@@ -438,13 +438,13 @@ def test_less_is_alive_where_backward_begins() -> None:
     assert before - after == 4 * 8 * 4
 
 
-# Vectors and scalars. What ends a loop, or is fused with an op that has no vector form, is compiled as a scalar.
+# Vectors and scalars. The remainder of a loop, and ops fused with one that has no vector form, compile to scalar code.
 
 SPECIAL = (0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 1e-38, 3.4e38, 0.1, -2.5)
 
 
 def operands() -> tuple[Tensor, Tensor]:
-    """Every pair of special values, and many of all magnitudes."""
+    """Every pair of special values, and random values of many magnitudes."""
     generator = torch.Generator().manual_seed(0)
     special = torch.tensor(SPECIAL)
     random = torch.randn(4096, generator=generator) * 10.0 ** torch.randint(-12, 12, (4096,), generator=generator)
@@ -488,12 +488,12 @@ def test_what_may_run_again_has_the_same_bits_as_vector_and_as_scalar() -> None:
     for number, (vector, scalar) in enumerate(zip(compiled(safe, None), compiled(safe, 0), strict=True)):
         assert torch.equal(bits(vector), bits(scalar)), f"result {number}"
     if "avx" not in torch.backends.cpu.get_cpu_capability().lower():
-        return  # which of the others differ depends on the vectors that the machine has
+        return  # which of the others differ depends on the machine's vector instructions
     for vector, scalar in zip(compiled(others, None), compiled(others, 0), strict=True):
         assert not torch.equal(bits(vector), bits(scalar)), "could be allowed"
 
 
-# Real models, on the real compilers. These decide what is in the lists of ops.
+# Real models with the real compilers. These tests decide what is in the lists of ops.
 
 
 def check_model(name: str, inner: Inner, *, dropout: float = 0.1, autocast: bool = False) -> None:
@@ -510,7 +510,7 @@ def check_model(name: str, inner: Inner, *, dropout: float = 0.1, autocast: bool
 
     expected = train(model, batches, inner)
     assert_same_bits(train(model, batches, rewriting_backend(rewrite, inner)), expected)
-    assert sum(done) > 0 or (inner == "inductor" and (autocast or name in ("vit", "conv"))), "nothing was made again"
+    assert sum(done) > 0 or (inner == "inductor" and (autocast or name in ("vit", "conv"))), "nothing was recomputed"
 
 
 MODELS = ["gpt2", "bert", "t5", "llama", "vit", "encoder", "conv"]

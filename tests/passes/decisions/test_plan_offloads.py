@@ -1,4 +1,4 @@
-"""The planner: whatever plan it makes, these hold. They are recomputed here from the graph and the plan alone."""
+"""The planner: properties of every plan. They are computed here from the graph and the plan alone."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from ssdtrain_fx.passes.planning.plan import Keep, Offload, Plan
 from ssdtrain_fx.testing import TOYS, GraphAnalysis, analyse, capture_step, capture_toy, listing, named
 
 DISKS = (1, 60, 300, 2048, math.inf)
-"""Bytes that go either way while one node runs."""
+"""Bytes that are written or read while one node runs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reads:
-    """Where a storage is really read, counting through views and tuples, but not the views that only backward reads."""
+    """Where a storage is read, through views and tuples too. Views that only backward reads do not count."""
 
     last_in_forward: int
     first_in_backward: int
 
 
 def reads_of(analysis: GraphAnalysis, candidate: Candidate) -> Reads:
-    """An op reads a storage when an argument lies on it, unless all it makes is a view that backward alone reads."""
+    """An op reads the storage of an argument, unless its only result is a view that backward alone reads."""
     positions = analysis.joint.positions()
     marker = positions[analysis.joint.marker]
 
@@ -44,7 +44,7 @@ def reads_of(analysis: GraphAnalysis, candidate: Candidate) -> Reads:
         return candidate.storage.idx in analysis.alias_sets.by_node[node]
 
     def used_in_forward(view: fx.Node) -> bool:
-        """Is this view, or a view of it, read in forward by an op that is not a view of the storage?"""
+        """Whether an op in forward that is not itself a view of the storage reads this view, or a view of it."""
         return any(positions[user] < marker and (not on_storage(user) or used_in_forward(user)) for user in view.users)
 
     forward, backward = [positions[candidate.storage.allocator]], [len(positions)]
@@ -59,7 +59,7 @@ def reads_of(analysis: GraphAnalysis, candidate: Candidate) -> Reads:
 
 
 def assert_plan_is_sound(analysis: GraphAnalysis, plan: Plan) -> None:
-    """offload <= release <= backward_starts() < reload <= wait; nothing that must stay moves."""
+    """offload <= release <= backward_starts() < reload <= wait; storages that must stay in memory are kept."""
     marker = analysis.joint.positions()[analysis.joint.marker]
     positions = analysis.joint.positions()
     moved_bytes = 0
@@ -84,10 +84,10 @@ def assert_plan_is_sound(analysis: GraphAnalysis, plan: Plan) -> None:
 
 
 def assert_idle_memory_fits(analysis: GraphAnalysis, plan: Plan) -> None:
-    """Walk through the step with an engine that keeps as much as it may of what reloaded tensors leave.
+    """Walk through the step with an engine that keeps as much memory of freed reloaded tensors as it may.
 
-    Only where tensors leave after a reload that allows nothing may more than the peak be held: there is no op to give
-    it back.
+    More than the peak may be held only where tensors die after a reload that allows no unused memory: no op is left
+    there to free it.
     """
     moves = {
         candidate.storage.idx: saved.decision
@@ -150,9 +150,9 @@ def moves_of(plan: Plan) -> dict[str, Offload]:
 
 @pytest.mark.parametrize("seconds", [1, 2, 3])
 def test_releases_follow_the_disk(seconds: int) -> None:
-    """Every node takes a second and makes 256 bytes. A disk that needs ``seconds`` for each falls behind by that much.
+    """Every node takes a second and makes 256 bytes. The disk takes ``seconds`` to write these, so it falls behind.
 
-    (Planned with a quarter of the time in reserve: 1.25 * seconds.)
+    The plan keeps a quarter of the time in reserve: 1.25 * seconds.
     """
     analysis = chain_analysis()
     moves = moves_of(analysis.plan(disk=256 / seconds))
@@ -190,7 +190,7 @@ def test_auto_keeps_what_the_disk_cannot_take_in_time() -> None:
 
 
 def test_auto_keeps_what_does_not_lower_the_peak() -> None:
-    """The last result of forward is the first one that backward reads: away at no position that counts."""
+    """The last result of forward is the first that backward reads, so it is away at no position that matters."""
     analysis = chain_analysis()
     plan = analysis.plan(policy="auto", disk=math.inf)
     assert plan.peak_after_bytes == plan.floor_bytes
@@ -213,7 +213,7 @@ def test_more_time_means_a_lower_peak_and_is_not_exceeded() -> None:
 
 
 def test_every_storage_says_what_the_plan_waits_for_it() -> None:
-    """The engine pays for that in advance; what nobody told it of, it would take for a slow disk."""
+    """The engine allows these stalls in advance. It would take any other stall for a slow disk."""
     plan = analyse(capture_toy("deep")).plan(policy="auto", disk=150, max_slowdown=1.0)
     waits = [move.stall_s for move in moves_of(plan).values()]
     assert plan.stall_s > 1
@@ -222,7 +222,7 @@ def test_every_storage_says_what_the_plan_waits_for_it() -> None:
 
 
 def test_the_plan_says_where_the_peak_stands() -> None:
-    """Six activations of 2 KiB are live when forward ends; afterwards a few in the middle of backward."""
+    """Six activations of 2 KiB are live when forward ends; with offloading, a few in the middle of backward."""
     plan = analyse(capture_toy("deep")).plan(policy="auto", disk=math.inf)
     before = plan.peak_before
     assert before.size_bytes == plan.peak_before_bytes
@@ -232,7 +232,7 @@ def test_the_plan_says_where_the_peak_stands() -> None:
 
 
 def without_moving(analysis: GraphAnalysis, stay: set[str]) -> GraphAnalysis:
-    """The same graph, where some storages must stay."""
+    """The same graph, in which the storages in ``stay`` must stay in memory."""
     candidates = tuple(
         dataclasses.replace(candidate, representative=None, reason_to_keep="the test says so")
         if str(candidate.representative) in stay
@@ -343,7 +343,7 @@ for name in ("attention", "convolutions"):
 
 
 def test_the_same_step_gets_the_same_plan_in_every_process() -> None:
-    """Byte for byte, though sets and dicts of strings are ordered otherwise."""
+    """The plans are equal byte for byte, although each process orders sets of strings differently."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _PRINT_PLANS],

@@ -1,4 +1,4 @@
-"""Keep, offload or make again: the three in one plan."""
+"""Plans that keep, offload and recompute."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def decisions(plan: Plan) -> dict[str, type]:
 
 
 def assert_sound(step: CapturedStep, rewritten: OffloadedStep) -> None:
-    """Same bits as before, and the peak that the plan promises, counted on the storages of real tensors."""
+    """Check that the bits are the same and the peak is the predicted one, counted on the storages of real tensors."""
     before = step.join()
     joint = join(rewritten.forward, rewritten.backward, num_forward_outputs=step.num_forward_outputs)
     for offload in find(joint.graph, OFFLOAD):
-        # An engine that keeps nothing to save time, however slow the disk of the tests is.
+        # With this engine, no tensor stays in memory to save time, however slow the disk of the tests is.
         offload.update_arg(3, EngineConfig().to_argument())
     counter = step.measure(joint)
     assert max(without(counter.live_bytes, counter.token_bytes)) == rewritten.plan.peak_after_bytes
@@ -53,11 +53,11 @@ def assert_sound(step: CapturedStep, rewritten: OffloadedStep) -> None:
 
 
 def test_a_disk_that_is_too_slow_leaves_recomputation() -> None:
-    """Nothing can be moved at one byte a second, so what can be made again is, and the rest stays."""
+    """At one byte per second nothing can be offloaded. Storages that can be recomputed are, and the rest stays."""
     rewritten = rewrite(four_layers())
     found = decisions(rewritten.plan)
     pairs = [(found[f"mm{suffix}"], found[f"mul{suffix}"]) for suffix in ("", "_1", "_2")]
-    assert all(set(pair) == {Keep, Recompute} for pair in pairs), "each could be made from the other; one is kept"
+    assert all(set(pair) == {Keep, Recompute} for pair in pairs), "each can be recomputed from the other; one is kept"
     made = rewritten.plan.recomputed[0].decision
     assert isinstance(made, Recompute) and len(made.nodes) == 1
     assert 0 < rewritten.plan.recompute_s == pytest.approx(rewritten.plan.exposed_s)
@@ -71,7 +71,7 @@ def test_what_is_made_again_can_read_what_was_moved() -> None:
 
 
 def test_recomputation_takes_part_in_the_limit() -> None:
-    """A kernel more is more than a thousandth of this step."""
+    """An additional kernel takes more than a thousandth of this step."""
     assert Recompute not in decisions(rewrite(four_layers(), max_slowdown=1e-3).plan).values()
 
 
@@ -81,7 +81,7 @@ def test_recomputation_can_be_switched_off() -> None:
 
 
 def test_a_budget_that_moving_cannot_meet() -> None:
-    """Moving alone would get there too, in hours of disk time."""
+    """Offloading alone would meet it too, with hours of disk time."""
     step = four_layers()
     peak = rewrite(step).plan.peak_after_bytes
     plan = rewrite(step, memory_budget_bytes=peak).plan
@@ -122,7 +122,7 @@ def test_a_mixed_plan_survives_json() -> None:
 
 
 def test_a_mixed_plan_lists_every_storage_once() -> None:
-    """Those that are made again are no longer saved, and are in the plan all the same, where they were."""
+    """Recomputed storages are no longer saved, but the plan lists them at their old place."""
     step = capture_toy("norms")
     mixed, plain = rewrite(step).plan, rewrite(step, recompute=False).plan
     assert mixed.recomputed
@@ -138,7 +138,7 @@ def test_a_mixed_plan_lists_every_storage_once() -> None:
 def test_what_is_not_planned_for_could_not_have_won(
     name: str, options: dict[str, Any], disk: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same plan, whether every proposal is planned for or only those that may win."""
+    """The plan is the same whether all proposals are planned or only those that may win."""
 
     def plan() -> str:
         try:
@@ -157,7 +157,7 @@ def test_what_is_not_planned_for_could_not_have_won(
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
-    """Behind a plan, and behind an error."""
+    """After a plan, and after an error."""
     before = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()

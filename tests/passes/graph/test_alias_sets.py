@@ -1,4 +1,4 @@
-"""Alias sets: nodes are together exactly when their tensors lie in the same memory."""
+"""Alias sets: nodes are in one set exactly if their tensors share memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_views_share_the_storage_of_their_base() -> None:
     ],
 )
 def test_every_kind_of_view_shares_and_its_size_is_that_of_the_base(view: object, target: object) -> None:
-    """A view may be smaller (slice) or larger (expand) than what it views; the storage has the bytes of the base."""
+    """A view may be smaller (slice) or larger (expand) than its base. The storage has the size of the base."""
     graph = graph_of(lambda x: view(x.exp()).sin().sum(), matrix())  # type: ignore[operator]
     storage = storage_of(graph, target)
     assert storage.allocator.target is aten.exp.default
@@ -67,7 +67,7 @@ def test_a_copy_does_not_share() -> None:
 
 @pytest.mark.parametrize("parts", [lambda a: a.chunk(3, -1), lambda a: a.split(2, -1), lambda a: a.unbind(-1)])
 def test_the_parts_of_a_tensor_share_one_storage(parts: object) -> None:
-    """exp -> split -> (getitem, getitem, ...): the tuple holds one storage, every part is a member of it."""
+    """exp -> split -> (getitem, getitem, ...): the tuple holds one storage, and every part is a member of it."""
     graph = graph_of(lambda x: sum(part.sin().sum() for part in parts(x.exp())), matrix())  # type: ignore[operator]
     storage = storage_of(graph, aten.exp.default)
     (tuple_node,) = [
@@ -84,7 +84,7 @@ def test_the_parts_of_a_tensor_share_one_storage(parts: object) -> None:
 
 
 def test_the_results_of_one_op_are_storages_of_their_own() -> None:
-    """native_layer_norm -> (out [4, 6], mean [4, 1], rstd [4, 1]): three storages, all born at the op."""
+    """native_layer_norm -> (out [4, 6], mean [4, 1], rstd [4, 1]): three storages, all allocated by the op."""
     graph = graph_of(lambda x: torch.nn.functional.layer_norm(x, (6,)).sin().sum(), matrix())
     (norm,) = calls(graph, aten.native_layer_norm.default)
     alias_sets = find_alias_sets(graph)
@@ -95,10 +95,10 @@ def test_the_results_of_one_op_are_storages_of_their_own() -> None:
 
 
 def test_a_recomputed_node_makes_a_storage_of_its_own() -> None:
-    """Both calls of sin carry the same FakeTensor, but at run time each one allocates."""
+    """Both calls of sin have the same FakeTensor, but at run time each call allocates a storage."""
     graph = graph_of(lambda x: x.sin().cos().sum(), matrix(), partition=min_cut)
     original, recomputed = calls(graph, aten.sin.default)[:2]
-    assert original.meta["val"] is recomputed.meta["val"], "the trap is set"
+    assert original.meta["val"] is recomputed.meta["val"], "precondition of this test"
     alias_sets = find_alias_sets(graph)
     first, second = alias_sets.of(original), alias_sets.of(recomputed)
     assert first is not None and second is not None
@@ -107,7 +107,7 @@ def test_a_recomputed_node_makes_a_storage_of_its_own() -> None:
 
 
 def test_a_view_of_a_merged_node_shares_its_storage() -> None:
-    """min_cut merges the two calls of sin; the view that is left was traced on the one that is gone.
+    """min_cut merges the two calls of sin. The remaining view was traced on the deleted call.
 
     a = sin(x); b = sin(x); mm(b.t(), a)   ->   a = sin(x); mm(a.t(), a)      the FakeTensor of a.t() views that of b
     """
@@ -153,7 +153,7 @@ def test_symbols_hold_no_storage() -> None:
 @pytest.mark.parametrize("partition", [save_all, min_cut])
 @pytest.mark.parametrize("name", TOYS)
 def test_storages_partition_the_tensors_of_a_graph(name: str, partition: Partition) -> None:
-    """Every tensor is a member of one storage; indices follow the order of allocators; an allocator comes first."""
+    """Every tensor is a member of one storage. Indices follow the order of allocators. The allocator comes first."""
     analysis = analyse(capture_toy(name, partition=partition))
     alias_sets: AliasSets = analysis.alias_sets
     positions = analysis.joint.positions()
@@ -171,7 +171,7 @@ def test_storages_partition_the_tensors_of_a_graph(name: str, partition: Partiti
 
 @pytest.mark.parametrize("name", TOYS)
 def test_a_copy_has_the_same_alias_sets(name: str) -> None:
-    """Carried over node by node, or found in the copy: no difference."""
+    """Mapping the alias sets to a copy gives the same result as finding them in the copy."""
     joint = capture_toy(name).join()
     copy, copy_of = joint.copy()
     carried, found = find_alias_sets(joint.graph).of_copy(copy_of), find_alias_sets(copy.graph)

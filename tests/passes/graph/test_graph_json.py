@@ -1,4 +1,4 @@
-"""Saved graphs: what comes back prints the same and is analysed the same."""
+"""Saved graphs: a graph that is read back prints the same and has the same analysis."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ssdtrain_fx.testing import TOYS, analyse, capture_step, capture_toy, min_cu
 
 
 def facts(analysis: Analysis) -> dict[str, Any]:
-    """Everything that the planner asks of a graph, in names and numbers."""
+    """Everything that the planner uses of a graph, as names and numbers."""
 
     def describe(candidate: Candidate) -> tuple[Any, ...]:
         saved = [node.name for node in candidate.saved_nodes]
@@ -48,7 +48,7 @@ def facts(analysis: Analysis) -> dict[str, Any]:
 
 
 def assert_same(joint: ScheduledJointGraph, other: ScheduledJointGraph) -> None:
-    """Text, aliases, candidates, intervals, costs, plan; and so after the rewriting passes."""
+    """Text, aliases, candidates, intervals, costs and plan are equal, also after the rewriting passes."""
     assert other.text() == joint.text()
     analyses = [
         analyse_all(one, min_tensor_bytes=0, hardware=toy_hardware(1e9, kernel_s=1e-6), fused=True)
@@ -107,7 +107,7 @@ def test_a_random_program_comes_back(program: Program) -> None:
     ],
 )
 def test_a_model_of_the_zoo_comes_back(model: str, dropout: float) -> None:
-    """The graphs that Inductor's decompositions and its partitioner make."""
+    """Graphs with Inductor's decompositions and from its partitioner."""
     module, make_batch = zoo.build(model, layers=2, hidden=64, batch=2, sequence=32, vocab=64, dropout=dropout)
     (joint,) = trace_joint_graphs(module, *make_batch(torch.Generator().manual_seed(0)))
     text = to_json(joint)
@@ -117,7 +117,7 @@ def test_a_model_of_the_zoo_comes_back(model: str, dropout: float) -> None:
 
 
 def test_a_second_process_is_not_needed_to_see_that_no_number_is_written() -> None:
-    """A constant of the graph, as a model may have: its values may be private."""
+    """The graph has a constant. The values of a model's constants may be private."""
     secret = 1234567.0
 
     def function(x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def test_a_second_process_is_not_needed_to_see_that_no_number_is_written() -> No
 
 
 def test_tensors_that_share_a_storage_share_it_again() -> None:
-    """Two halves of one product are saved."""
+    """Both halves of a product are saved."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         left, right = (x @ w).split(4, dim=1)
@@ -158,7 +158,7 @@ def test_a_graph_of_another_device_needs_no_such_device() -> None:
 
 
 def graph_of(build: Callable[[fx.Graph, fx.Node], Any], **sizes: Any) -> ScheduledJointGraph:
-    """``x``, then what ``build`` adds and returns, then an empty backward."""
+    """A graph with the input ``x``, the nodes that ``build`` adds and returns, and an empty backward."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     with FakeTensorMode():
@@ -200,7 +200,7 @@ def test_an_argument_comes_back_with_its_type(argument: Any) -> None:
 def test_nan_comes_back() -> None:
     joint = graph_of(lambda graph, x: graph.call_function(operator.mul, (x, math.nan)))
     text = to_json(joint)
-    assert "NaN" not in text  # that is no JSON
+    assert "NaN" not in text  # NaN is not valid JSON
     (node,) = from_json(text).graph.find_nodes(op="call_function", target=operator.mul)
     assert math.isnan(node.args[1])
 
@@ -216,7 +216,7 @@ def test_symbolic_sizes_are_refused_with_the_node() -> None:
 
 def test_a_function_that_is_no_op_is_refused_with_the_node() -> None:
     joint = graph_of(lambda graph, x: graph.call_function(math.sqrt, (x,)))
-    with pytest.raises(ConfigError, match=r"node 'sqrt' calls .*neither an operator of torch nor of Python"):
+    with pytest.raises(ConfigError, match=r"node 'sqrt' calls .*neither a torch op nor a function of Python's"):
         to_json(joint)
     joint = graph_of(lambda graph, x: graph.call_function(operator.getitem, (x, range(3))))
     with pytest.raises(ConfigError, match="node 'getitem' has an argument of type range"):
@@ -254,24 +254,24 @@ def keyword(content: dict[str, Any], name: str) -> None:
         (lambda content: content.update(kind="something"), "expected an object with kind"),
         (lambda content: content.pop("saved"), "damaged: KeyError: 'saved'"),
         (lambda content: content["saved"].append("nobody"), "damaged: KeyError: 'nobody'"),
-        (lambda content: content["nodes"].append(content["nodes"][0]), "two nodes are called 'primals_"),
-        (lambda content: content["nodes"][0].update(op="call_method"), "has the op 'call_method'"),
+        (lambda content: content["nodes"].append(content["nodes"][0]), "the node name 'primals_.* is used twice"),
+        (lambda content: content["nodes"][0].update(op="call_method"), "has the unsupported op 'call_method'"),
         (lambda content: call(content, "mylib::fused.default"), "calls mylib::fused.default.*Import the library"),
         (lambda content: call(content, "aten::mm.nonsense"), "calls aten::mm.nonsense, which this process does not"),
         (lambda content: call(content, "os.system"), "os.system"),
         (lambda content: call(content, "operator.__import__"), "operator.__import__"),
         (lambda content: call(content, "operator.attrgetter"), "operator.attrgetter"),
         (lambda content: call(content, "operator.call"), "operator.call"),
-        (lambda content: content["nodes"][0].update(target="x=print('run')"), "is no name"),
-        (lambda content: content["nodes"][0].update(op="get_attr", target="x.y z"), "is no name"),
-        (lambda content: keyword(content, "x=print('run'), y"), "is no name"),
+        (lambda content: content["nodes"][0].update(target="x=print('run')"), "is not an identifier"),
+        (lambda content: content["nodes"][0].update(op="get_attr", target="x.y z"), "is not an identifier"),
+        (lambda content: keyword(content, "x=print('run'), y"), "is not an identifier"),
         (lambda content: content["nodes"][0]["value"]["tensor"].update(dtype="nn"), "torch has no dtype 'nn'"),
         (lambda content: content["storage_bytes"].clear(), "damaged: IndexError"),
         (
             lambda content: content["nodes"].remove(
                 next(node for node in content["nodes"] if node["target"] == "backward_starts")
             ),
-            "no node says where backward starts",
+            "it has no backward_starts node",
         ),
     ],
 )
@@ -280,7 +280,7 @@ def test_a_file_that_is_no_saved_graph_is_refused(change: Callable[[dict[str, An
         from_json(changed(change))
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "no JSON.*cut off"), ("[]", "no saved graph")])
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON.*truncated"), ("[]", "not a saved graph")])
 def test_a_text_that_is_no_object_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_json(text)

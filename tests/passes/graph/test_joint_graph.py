@@ -1,4 +1,4 @@
-"""join and split: one graph that computes what two did, and two graphs again that AOTAutograd can call."""
+"""join and split: one graph that computes what the two graphs did, and two graphs that AOTAutograd can call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def placeholders(graph: fx.Graph) -> list[str]:
 
 
 def assert_step_is_the_same(step: CapturedStep, joint: ScheduledJointGraph) -> None:
-    """Runs the original halves, the joint graph and the halves that it is split into, on the same arguments."""
+    """Run the original halves, the joint graph and its split halves on the same arguments."""
     originals = run(step.forward, step.forward_args)
     outputs, saved = originals[: step.num_forward_outputs], originals[step.num_forward_outputs :]
     by_name = dict(zip(placeholders(step.backward.graph), step.backward_args, strict=True))
@@ -94,7 +94,7 @@ def capture_two_layers() -> CapturedStep:
 
 
 def test_text_of_a_tiny_joint_graph() -> None:
-    """tanh is made in forward, and read in backward by name: no placeholder stands for it any more."""
+    """Forward computes tanh, and backward reads that node directly, without a placeholder."""
     assert_expected_inline(
         listing(capture_two_layers().join().graph),
         """\
@@ -169,7 +169,7 @@ def test_symbols_are_saved_last_and_come_back_first() -> None:
 
 
 def test_a_saved_symbol_that_no_node_reads_stays_saved() -> None:
-    """It binds the size of another saved tensor, and AOTAutograd looks for it among the arguments of backward."""
+    """It binds the size of another saved tensor, and AOTAutograd expects it among the arguments of backward."""
     step = capture_step(two_layers, *capture_two_layers_inputs(), dynamic=True)
     joint = step.join()
     symbols = [node for node in joint.saved if isinstance(node.meta["val"], torch.SymInt)]
@@ -197,7 +197,7 @@ def test_what_backward_no_longer_reads_is_no_longer_saved() -> None:
 
 
 def test_a_recomputed_node_stands_once_in_each_half() -> None:
-    """min_cut saves x alone and runs sin again:  forward sin -> cos;  backward sin -> sin' ..."""
+    """min_cut saves only x and recomputes sin:  forward sin -> cos;  backward sin -> sin' ..."""
     joint = capture_step(lambda x: x.sin().cos().sum(), torch.randn(4, 6, requires_grad=True), partition=min_cut).join()
     positions = joint.positions()
     marker = positions[joint.marker]
@@ -260,7 +260,7 @@ def test_neither_join_nor_split_touches_the_graphs_they_read() -> None:
 
 
 def test_nodes_of_backward_are_marked_as_such() -> None:
-    """Inductor treats nodes by this mark. AOTAutograd sets it on its own nodes; ours, such as reload, need it too."""
+    """Inductor uses this mark. AOTAutograd sets it on its nodes; the inserted nodes, such as reload, need it too."""
     analysis = analyse(capture_two_layers())
     forward, backward = split(analysis.rewrite(analysis.plan()))
     for gm, expected in ((forward, False), (backward, True)):

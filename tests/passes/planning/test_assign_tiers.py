@@ -1,4 +1,4 @@
-"""Host or SSD, against every other assignment of small instances."""
+"""Host or SSD: the assignment, compared with all others on small instances."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARKER = 6
 
 
 def absences(*, sizes: st.SearchStrategy[int], across_marker: bool = False) -> st.SearchStrategy[list[LiveInterval]]:
-    """Up to eight storages that are away for a while, all of them at ``MARKER`` if asked for."""
+    """Up to eight storages with the spans in which they are away. With ``across_marker``, every span has ``MARKER``."""
     last_start = MARKER if across_marker else POSITIONS - 1
     places = st.integers(0, last_start).flatmap(
         lambda start: st.tuples(st.just(start), st.integers(max(start, MARKER * across_marker) + 1, POSITIONS))
@@ -42,7 +42,7 @@ def bytes_of(held: Sequence[LiveInterval]) -> int:
 
 
 def most_bytes(all_of_them: Sequence[LiveInterval], budget_bytes: int) -> int:
-    """Of all subsets that stay within the budget at every position."""
+    """The most bytes of any subset that stays within the budget at every position."""
     subsets = (
         subset
         for count in range(len(all_of_them) + 1)
@@ -53,7 +53,7 @@ def most_bytes(all_of_them: Sequence[LiveInterval], budget_bytes: int) -> int:
 
 
 def split(all_of_them: Sequence[LiveInterval], budget_bytes: int) -> tuple[list[LiveInterval], list[LiveInterval]]:
-    """What is on the host, and what is on the SSD."""
+    """The storages on the host, and those on the SSD."""
     tiers = assign_tiers(all_of_them, host_budget_bytes=budget_bytes)
     assert tiers.keys() == {absence.storage_idx for absence in all_of_them}
     on_host = [absence for absence in all_of_them if tiers[absence.storage_idx] == "host"]
@@ -80,7 +80,7 @@ def test_the_budget_holds_and_nothing_else_fits(all_of_them: list[LiveInterval],
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(all_of_them=absences(sizes=st.integers(1, 9), across_marker=True), budget_bytes=st.integers(0, 30))
 def test_soonest_reuse_stays_nearest(all_of_them: list[LiveInterval], budget_bytes: int) -> None:
-    """Between forward and backward all are away at once."""
+    """Between forward and backward all storages are away."""
     on_host, on_ssd = split(all_of_them, budget_bytes)
     for far, near in itertools.product(on_ssd, on_host):
         assert far.size_bytes > near.size_bytes or far.end >= near.end
@@ -91,7 +91,7 @@ def test_soonest_reuse_stays_nearest(all_of_them: list[LiveInterval], budget_byt
 
 
 def test_of_other_sizes_more_may_be_possible() -> None:
-    """Soonest reuse is the rule; it fills the host with 1 byte where 8 would have fitted."""
+    """The rule is soonest reuse: it puts 1 byte on the host where 8 would fit."""
     small = LiveInterval(storage_idx=0, start=2, end=8, size_bytes=1)
     large = LiveInterval(storage_idx=1, start=1, end=9, size_bytes=8)
     assert assign_tiers([small, large], host_budget_bytes=8) == {0: "host", 1: "ssd"}
@@ -107,7 +107,7 @@ def test_memory_is_free_again_where_a_storage_is_back() -> None:
 
 @pytest.mark.parametrize("count", [0, 2, 4])
 def test_of_equal_layers_the_last_ones_stay_on_the_host(count: int) -> None:
-    """What a plan moves out of the toy with six layers, none of them larger than another."""
+    """The storages that a plan offloads from the toy with six layers, all of the same size."""
     plan = analyse(capture_toy("deep", partition=save_all), min_tensor_bytes=2048).plan(policy="all", disk=1e9)
     moved: list[LiveInterval] = []
     for idx, saved in enumerate(plan.offloaded):

@@ -1,4 +1,4 @@
-"""The fast planner against an exact one, and what must hold for every problem."""
+"""The fast planner, compared with the exact one, and properties that hold for every problem."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ssdtrain_fx.passes.planning.solve_exactly import solve_exactly
 from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
 
 EXACT_HASTES = (1.0, 2.0, 4.0, math.inf)
-"""Without time in reserve, as the exact planner plans."""
+"""Without time in reserve, like the exact planner."""
 
 
 def keep_all_bytes(problem: TransferProblem) -> int:
@@ -49,7 +49,7 @@ def test_the_lowest_peak_keeps_its_promises(problem: TransferProblem, max_slowdo
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(problem=transfer_problems(), share=st.floats(0, 1))
 def test_a_budget_is_kept_or_cannot_be(problem: TransferProblem, share: float) -> None:
-    """Between the floor and everything in memory there is always a placement; below the floor there is none."""
+    """A placement exists for every budget from the floor to the peak without offloading, but for none below."""
     floor, all_bytes = floor_bytes(problem), keep_all_bytes(problem)
     choice = choose_cheapest(problem, budget_bytes=round(floor + share * (all_bytes - floor)))
     assert choice is not None
@@ -75,8 +75,8 @@ def test_a_fitting_budget_moves_nothing() -> None:
 
 
 def test_within_three_percent_of_the_optimum() -> None:
-    """Of 200 random problems. The exact planner's clock is weaker than the simulation, so its placements count where
-    the simulation accepts them; in one problem of fifty the local search may end in a worse place.
+    """On 200 random problems. The exact planner's clock is weaker than the simulation, so a placement of it counts only
+    if the simulation accepts it. In one problem of fifty the local search may end with a worse peak.
     """
     ratios: list[float] = []
     for problem in itertools.chain.from_iterable(

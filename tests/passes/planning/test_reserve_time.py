@@ -1,4 +1,4 @@
-"""Time in reserve, where memory is free. Nodes take one second, and the disk moves 10 bytes in a second."""
+"""Time in reserve where memory is available. A node takes one second, and the disk moves 10 bytes per second."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def choice_of(problem: TransferProblem, placements: dict[int, Placement]) -> Cho
 
 
 def problem(*movables: Movable, peak_at: int = 9, peak_bytes: int = 100) -> TransferProblem:
-    """Twenty nodes; forward is 0 to 8, the marker 9."""
+    """Twenty nodes: forward is 0 to 8, the marker is 9."""
     fixed = [1] * 20
     fixed[peak_at] = peak_bytes
     return TransferProblem(
@@ -36,7 +36,7 @@ def problem(*movables: Movable, peak_at: int = 9, peak_bytes: int = 100) -> Tran
 
 
 def test_a_read_and_a_write_get_four_times_their_time() -> None:
-    """Two seconds each: written from 1, the release moves from 3 to 9, the read begins at 10 rather than at 16."""
+    """Both take two seconds. The write begins at 1; the release moves from 3 to 9, and the reload from 16 to 10."""
     found = reserve_time(problem(A), choice_of(problem(A), {0: Placement(release=3, reload=16)}))
     assert found.placements == {0: Placement(release=9, reload=10)}
     assert found.simulation == simulate(problem(A), found.placements)
@@ -51,7 +51,7 @@ def test_what_comes_first_is_asked_for_first() -> None:
 
 
 def test_memory_is_filled_up_to_the_share_and_no_further() -> None:
-    """The 20 bytes of the tensor fit where that share of 100 is not reached with them."""
+    """The tensor's 20 bytes fit where the live bytes with them stay within that share of 100."""
     fits = int(100 * ROOM_SHARE) - 20
 
     def reload_if_live_at_13(live_bytes: int) -> int:
@@ -94,7 +94,7 @@ def test_it_costs_no_memory_and_no_time(given_problem: TransferProblem, haste: f
 
 
 def test_on_a_disk_of_half_the_rate_random_steps_stall_less() -> None:
-    """Not each of them: a read that comes earlier may meet the writes, or wait behind another one."""
+    """Not every step stalls less: an earlier read may meet the writes, or wait for another read."""
     count = less = more = 0
     for given_problem in seeded_problems(300, max_movables=8, max_positions=40):
         hardware = given_problem.hardware

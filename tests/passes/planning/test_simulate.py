@@ -1,6 +1,6 @@
-"""The simulation, checked by hand: every number below can be followed with pencil and paper.
+"""The simulation, checked by hand: every number below can be verified with pencil and paper.
 
-Nodes take one second, and the disk moves 10 bytes in a second, unless a test says otherwise.
+A node takes one second, and the disk moves 10 bytes per second, unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INSTANT = Channel(bytes_per_s=1e30)
 
 
 def problem(*movables: Movable, num_nodes: int = 10, **hardware: Any) -> TransferProblem:
-    """Ten nodes; forward is 0 to 4, the marker 5."""
+    """Ten nodes: forward is 0 to 4, the marker is 5."""
     return TransferProblem(
         node_s=(1.0,) * num_nodes,
         marker=5,
@@ -61,7 +61,7 @@ def test_a_transfer_in_time_costs_nothing() -> None:
 
 
 def test_a_release_waits_for_the_write() -> None:
-    """Written from 1 to 3, released at 2: one second of stall, and everything behind it starts later."""
+    """Written from 1 to 3, released at 2: the stall is one second, and all later nodes start later."""
     result = simulate(problem(A), {0: Placement(release=2, reload=6)})
     assert result.release_stall_s == {0: 1}
     assert result.wait_stall_s == {}
@@ -70,35 +70,35 @@ def test_a_release_waits_for_the_write() -> None:
 
 
 def test_a_wait_waits_for_the_read() -> None:
-    """Asked for at once: the whole read is exposed."""
+    """The reload is right at the wait: the whole read is exposed."""
     result = simulate(problem(A), {0: Placement(release=4, reload=9)})
     assert result.wait_stall_s == {0: 2}
     assert result.exposed_s == 2
 
 
 def test_writes_stand_in_line() -> None:
-    """A from 1 to 3, B from 3 to 5: releasing B at 3 waits for 2 seconds."""
+    """A is written from 1 to 3, B from 3 to 5: the release of B at 3 stalls for 2 seconds."""
     result = simulate(problem(A, B), {0: Placement(3, 7), 1: Placement(3, 6)})
     assert result.release_stall_s == {1: 2}
 
 
 def test_reads_stand_in_line() -> None:
-    """B from 6 to 8, A, asked for at 7, from 8 to 10, needed at 9."""
+    """B is read from 6 to 8. A is reloaded at 7, read from 8 to 10, and needed at 9."""
     result = simulate(problem(A, B), {0: Placement(5, 7), 1: Placement(5, 6)})
     assert result.wait_stall_s == {0: 1}
 
 
 def test_staging_lets_go_before_the_disk_has_written() -> None:
-    """20 bytes of staging hold all of A: it has left when it is copied, which takes no time here."""
+    """20 bytes of staging hold all of A: it has left once it is copied, which takes no time here."""
     assert simulate(problem(A, staging_bytes=20), {0: Placement(1, 7)}).exposed_s == 0
-    # B finds room for its last byte when the disk has taken 20 of 40 bytes: at 3.
+    # There is room for the last byte of B when 20 of 40 bytes are written: at 3.
     result = simulate(problem(A, B, staging_bytes=20), {0: Placement(1, 7), 1: Placement(2, 6)})
     assert result.release_stall_s == {1: 1}
     assert result.staging_peak_bytes == 20
 
 
 def test_copies_on_the_compute_thread_take_its_time() -> None:
-    """A copy of 20 bytes takes 2 seconds out and 1 in; the ops half a second each. The write runs meanwhile."""
+    """A copy of 20 bytes takes 2 seconds out and 1 in. Each op takes half a second. The write runs at the same time."""
     result = simulate(
         problem(
             A,
@@ -127,15 +127,16 @@ def test_latency_counts_once_for_each_transfer() -> None:
     slow = Channel(bytes_per_s=10, latency_s=0.5)
     result = simulate(problem(A, write=slow, read=slow), {0: Placement(3, 7)})
     assert result.release_stall_s == {0: 0.5}
-    assert result.wait_stall_s == {0: 0.5}  # asked for at 7.5, back at 10, needed at 9.5
+    assert result.wait_stall_s == {0: 0.5}  # reload at 7.5, read by 10, needed at 9.5
     assert (result.write_busy_s, result.read_busy_s) == (2.5, 2.5)
 
 
 def test_late_writes_and_reads_share_the_disk() -> None:
-    """A is queued at 1, 40 more bytes at 2: the disk writes until 7 if left alone. A is asked for at 6.
+    """A is queued at 1, and 40 more bytes at 2: without reads, the disk writes until 7. The reload of A is at 6.
 
-    The last 10 bytes of the writes and 10 of A go together and take 2 seconds instead of 1; the other 10 take 1 more.
-    A is back at 9, where it is needed. Had it been asked for at 7, it would be back at 9 as well: alone, at full rate.
+    The last 10 bytes of the writes and 10 bytes of A run together and take 2 seconds instead of 1. The other 10 bytes
+    take 1 more. A is reloaded at 9, where it is needed. With the reload at 7 it would be reloaded at 9 too, because the
+    read would run alone at the full rate.
     """
     big = dataclasses.replace(B, size_bytes=40, wait=18, end=19)
     placements = {0: Placement(1, 6), 1: Placement(2, 12)}
@@ -146,7 +147,7 @@ def test_late_writes_and_reads_share_the_disk() -> None:
 
 
 def test_what_is_still_in_staging_is_not_read() -> None:
-    """100 bytes from 2 on are written by 12; at 8 they are served from staging."""
+    """100 bytes are written from 2 to 12. The reload at 8 is served from staging."""
     big = dataclasses.replace(B, size_bytes=100)
     result = simulate(problem(big, staging_bytes=100), {1: Placement(2, 8)})
     assert result.forwarded_bytes == 100
@@ -154,7 +155,7 @@ def test_what_is_still_in_staging_is_not_read() -> None:
     assert result.exposed_s == 0
 
 
-# The host tier: staging of 100 bytes, copies of 10 bytes a second out and 20 back.
+# The host tier: staging of 100 bytes, copies of 10 bytes per second out and 20 in.
 
 
 def with_host(*movables: Movable, budget_bytes: int = 40, chunk_bytes: int = 1, **hardware: Any) -> TransferProblem:
@@ -173,7 +174,7 @@ def on_host(release: int, reload: int) -> Placement:
 
 
 def test_the_host_tier_costs_the_copies_only() -> None:
-    """Out from 1 to 3, back from 8 to 9; held from the offload until the wait, by the nodes 1 to 8."""
+    """Copied out from 1 to 3 and in from 8 to 9. Held from the offload until the wait, at nodes 1 to 8."""
     result = simulate(with_host(A), {0: on_host(3, 8)}, record=True)
     assert result.exposed_s == 0
     assert result.live_bytes == (21, 21, 21, 1, 1, 1, 1, 1, 21, 21)
@@ -185,20 +186,20 @@ def test_the_host_tier_costs_the_copies_only() -> None:
 
 
 def test_copies_to_the_host_tier_take_their_turn() -> None:
-    """A goes to the SSD, copied from 1 to 3; B to the host tier, from 3 to 5: releasing it at 3 waits for 2 seconds.
-    Had B not moved, or A neither, nothing would wait."""
+    """A goes to the SSD and is copied from 1 to 3. B goes to the host tier and is copied from 3 to 5, so its release at
+    3 stalls for 2 seconds. B alone does not stall."""
     result = simulate(with_host(A, B), {0: Placement(3, 7), 1: on_host(3, 6)})
     assert result.release_stall_s == {1: 2}
     assert simulate(with_host(A, B), {1: on_host(4, 6)}).exposed_s == 0
 
 
 def test_copies_back_stand_in_line_but_not_behind_reads() -> None:
-    """B is read from 6 to 8. A's copy is asked for at 7 and takes a second: it is over at 8, beside the read."""
+    """B is read from 6 to 8. The copy of A begins at 7 and takes a second, beside the read."""
     result = simulate(with_host(A, B, copy_out=INSTANT), {0: on_host(5, 7), 1: Placement(5, 6)}, record=True)
     assert transfers(result, "read") == [(1, 6, 8)]
     assert transfers(result, "copy_in") == [(0, 7, 8)]
-    # Both by copies of 2 seconds: B's from 7 to 9, a second late at 8; A's asked for at 7 too, from 9 to 11, and needed
-    # when B is worked on, at 10.
+    # Both are reloaded at 7 by copies of 2 seconds: A from 7 to 9, B from 9 to 11. B is needed at 8, so its wait stalls
+    # for 3 seconds.
     slow = with_host(A, B, copy_out=INSTANT, copy_in=Channel(bytes_per_s=10))
     result = simulate(slow, {0: on_host(5, 7), 1: on_host(5, 7)}, record=True)
     assert transfers(result, "copy_in") == [(0, 7, 9), (1, 9, 11)]
@@ -206,18 +207,18 @@ def test_copies_back_stand_in_line_but_not_behind_reads() -> None:
 
 
 def test_what_the_host_tier_holds_is_no_room_for_writes() -> None:
-    """Staging of 20. A fills it at 1 and stays; B, offloaded at 2, is written from 2 to 4 and has not left before."""
+    """20 bytes of staging. A fills them at 1 and stays. B is offloaded at 2, written from 2 to 4, and leaves at 4."""
     small = with_host(A, B, staging_bytes=20, copy_out=INSTANT)
     result = simulate(small, {0: on_host(2, 7), 1: Placement(2, 6)})
     assert result.release_stall_s == {1: 2}
     assert result.staging_peak_bytes == 20
-    # The other way round: A is written from 1 to 3, and until then there is no room for B.
+    # With the tiers exchanged, A is written from 1 to 3, and until 3 there is no room for B.
     result = simulate(small, {0: Placement(1, 7), 1: on_host(2, 6)})
     assert result.release_stall_s == {1: 1}
 
 
 def test_what_stays_on_the_host_leaves_the_disk_to_others() -> None:
-    """With B on the SSD too, A's read waits for its turn; see test_reads_stand_in_line."""
+    """With B on the SSD too, the read of A would wait for its turn; see test_reads_stand_in_line."""
     assert simulate(with_host(A, B, copy_out=INSTANT), {0: Placement(5, 7), 1: on_host(5, 7)}).exposed_s == 0
 
 
@@ -229,15 +230,15 @@ def test_the_host_tier_gives_out_whole_pieces() -> None:
 
 
 def test_the_host_tier_holds_no_more_than_its_budget() -> None:
-    with pytest.raises(ValueError, match=r"for another problem: 40 in HostTier\(budget_bytes=39, chunk_bytes=1\)\."):
+    with pytest.raises(ValueError, match=r"fit this problem: 40 bytes in HostTier\(budget_bytes=39, chunk_bytes=1\)\."):
         simulate(with_host(A, B, budget_bytes=39), {0: on_host(5, 7), 1: on_host(5, 7)})
-    with pytest.raises(ValueError, match="for another problem: no host tier, but storage 0 in it"):
+    with pytest.raises(ValueError, match="do not fit this problem: no host tier for storage 0"):
         simulate(problem(A), {0: on_host(5, 7)})
 
 
 @given(problem=transfer_problems(), draw=st.data())
 def test_tiers_change_channels_and_nothing_else(problem: TransferProblem, draw: st.DataObject) -> None:
-    """Whatever is in the host tier: bytes in tensors are the same, the SSD has the others alone, staging is kept."""
+    """Tiers do not change the live bytes, only storages of the SSD tier use the SSD, and staging is not exceeded."""
     total_bytes = sum(movable.size_bytes for movable in problem.movables)
     hardware = dataclasses.replace(problem.hardware, device="toy GPU", copies_block_compute=False)
     hardware = dataclasses.replace(hardware, staging_bytes=total_bytes + hardware.staging_bytes)
@@ -265,7 +266,7 @@ def transfers(result: Simulation, channel: str) -> list[tuple[int, float, float]
 
 
 def test_transfers_are_told_with_their_times() -> None:
-    """A is written from 1 to 3, B behind it from 3 to 5; B is read from 6 to 8, A from 8 to 10: both wait."""
+    """A is written from 1 to 3, B from 3 to 5. B is read from 6 to 8, A from 8 to 10."""
     placements = {0: Placement(release=5, reload=7), 1: Placement(release=5, reload=6)}
     result = simulate(problem(A, B), placements, record=True)
     assert transfers(result, "write") == [(0, 1, 3), (1, 3, 5)]
@@ -273,7 +274,7 @@ def test_transfers_are_told_with_their_times() -> None:
 
 
 def test_a_write_waits_for_its_turn_and_slows_down_beside_a_read() -> None:
-    """4 bytes a second: A is written from 1 to 6, B from 6 on, and A is read from 6 on too, each at half the rate."""
+    """At 4 bytes per second, A is written from 1 to 6. From 6 on, B is written and A is read, each at half the rate."""
     slow: dict[str, Any] = {"write": Channel(bytes_per_s=4), "read": Channel(bytes_per_s=4), "staging_bytes": 100}
     result = simulate(
         problem(A, B, **slow), {0: Placement(release=3, reload=6), 1: Placement(release=3, reload=8)}, record=True
@@ -305,7 +306,8 @@ def test_stalls_are_told_with_the_op_that_they_belong_to() -> None:
 
 @given(transfer_problems())
 def test_transfers_take_turns_and_add_up(random_problem: TransferProblem) -> None:
-    """On any machine: one write at a time, in order, none before its offload; and without sharing, as long as alone."""
+    """On any machine, writes run one at a time and in order, none before its offload. If reads do not slow writes down,
+    each takes as long as alone."""
     placements = place(random_problem, random_problem.movables, 1.0)
     result = simulate(random_problem, placements, record=True)
     writes, reads = transfers(result, "write"), transfers(result, "read")
@@ -332,7 +334,8 @@ def test_nothing_is_told_unasked() -> None:
 def test_giving_up_early_gives_up_on_nothing_that_is_allowed(
     drawn: TransferProblem, haste: float, share: float, seed: int
 ) -> None:
-    """Asked for at most some exposed time, the simulation answers exactly where the full one stays within it."""
+    """With a limit on the exposed time, the result is that of the full simulation if this stays within the limit, and
+    None otherwise."""
     chosen = random.Random(seed).sample(drawn.movables, k=len(drawn.movables) // 2)
     placements = place(drawn, chosen, haste)
     full = simulate(drawn, placements)
@@ -343,7 +346,7 @@ def test_giving_up_early_gives_up_on_nothing_that_is_allowed(
 
 @given(transfer_problems(), st.integers(0, 2**32))
 def test_live_bytes_count_what_is_there(drawn: TransferProblem, seed: int) -> None:
-    """Position by position, storage by storage."""
+    """Compared with a sum over all storages at each position."""
     placements = place(drawn, random.Random(seed).sample(drawn.movables, k=len(drawn.movables) // 2), 1.0)
 
     def is_there(movable: Movable, position: int) -> bool:

@@ -1,7 +1,7 @@
-"""The exact solver against trying everything, against itself without compression, and against the simulation.
+"""The exact solver, compared with brute force, with itself without compression, and with the simulation.
 
-The oracle walks through the step once per placement, with a clock, a write queue and a list of reads. It knows nothing
-of slots, variables and rows.
+The oracle walks through the step once per placement, with a clock, a write queue and a list of reads. It does not use
+slots, variables or rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def peak_of(problem: TransferProblem, placements: Placements) -> int:
 
 @dataclasses.dataclass(slots=True)
 class Reads:
-    """One read channel; what is waited for first is read first."""
+    """One read channel. The read with the earliest wait goes first."""
 
     now: float = 0.0
     left_s: dict[Movable, float] = dataclasses.field(default_factory=dict[Movable, float])
@@ -60,14 +60,14 @@ class Reads:
         self.now = max(self.now, time_s)
 
     def finish(self, movable: Movable) -> float:
-        """Read everything that is waited for where ``movable`` is. Returns when that is done."""
+        """Finish all reads whose wait is not after that of ``movable``. Return when they are done."""
         for other in [other for other in self.left_s if other.wait <= movable.wait]:
             self.now += self.left_s.pop(other)
         return self.now
 
 
 def step_of(problem: TransferProblem, placements: Placements) -> float:
-    """Time of the step on the clock that solve_exactly describes."""
+    """Time of the step by the clock that solve_exactly describes."""
     hardware = problem.hardware
     moved = [movable for movable in problem.movables if movable.idx in placements]
     now = copied = written = 0.0
@@ -138,7 +138,7 @@ def all_placements(problem: TransferProblem) -> list[Placements]:
 
 
 def least_peak(problem: TransferProblem, placements: list[Placements], limit_s: float) -> int:
-    """``placements`` are sorted by peak."""
+    """The least peak within ``limit_s``. ``placements`` must be sorted by peak."""
     fits = (choice for choice in placements if not choice or step_of(problem, choice) <= limit_s)
     return peak_of(problem, next(fits))
 
@@ -162,7 +162,7 @@ def assert_optimal(problem: TransferProblem) -> None:
 
 
 def assert_consistent(problem: TransferProblem, solution: ExactSolution, max_slowdown: float) -> None:
-    """What the solution says about itself is true."""
+    """Check that the fields of the solution are consistent."""
     for movable in problem.movables:
         placement = solution.placements.get(movable.idx)
         if placement is not None:
@@ -198,7 +198,7 @@ def test_no_placement_that_the_simulation_allows_is_below_the_bound(seed: int, m
 
 
 def test_a_storage_leaves_while_the_next_ones_are_made() -> None:
-    """Every storage takes 2 s out and 1 s back, every node 1 s. Only x has time enough to be away.
+    """A write takes 2 s, a read 1 s, a node 1 s. Only x has enough time to be away.
 
     position   0    1    2    3    4    marker  6    7    8     9
     x          made [=offload=]release                    reload wait
@@ -226,11 +226,11 @@ def test_a_storage_leaves_while_the_next_ones_are_made() -> None:
     assert solution.step_s == pytest.approx(9.0)
     z_earlier = dataclasses.replace(movables[2], start=2, complete=3, earliest_release=3)
     crowded = dataclasses.replace(problem, movables=(*movables[:2], z_earlier))
-    assert solve_exactly(crowded, max_slowdown=0.0).peak_bytes == 6  # all three stand at 2, before x can have left
+    assert solve_exactly(crowded, max_slowdown=0.0).peak_bytes == 6  # all three are live at 2, before x can have left
 
 
 def test_a_stall_buys_a_lower_peak() -> None:
-    """One storage, 4 s out and nothing to hide it: release right behind the offload costs 4 s, on a step of 10 s."""
+    """One storage takes 4 s to write, and nothing hides it: a release right after the offload costs 4 s of 10 s."""
     movable = Movable(idx=7, size_bytes=4, start=0, complete=1, earliest_release=1, wait=9, end=10)
     problem = TransferProblem(
         node_s=(1.0,) * 10,
@@ -245,7 +245,7 @@ def test_a_stall_buys_a_lower_peak() -> None:
     assert bought.placements[7].release == 1
     assert bought.step_s == pytest.approx(14.0)
     staged = dataclasses.replace(problem, hardware=dataclasses.replace(problem.hardware, staging_bytes=3))
-    assert solve_exactly(staged, max_slowdown=0.11).peak_bytes == 9  # only 1 s of the write is waited for
+    assert solve_exactly(staged, max_slowdown=0.11).peak_bytes == 9  # only 1 s of the write is exposed
 
 
 # -- properties --------------------------------------------------------------------------------------------------------

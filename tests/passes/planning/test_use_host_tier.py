@@ -1,4 +1,4 @@
-"""The host tier in a plan: never worse than without it, never above its budget, and against every other filling."""
+"""Plans with a host tier: never worse than without, never above its budget, and compared with all other fillings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_gpu(problem: TransferProblem, *, staging_bytes: int, host: HostTier) -> T
 
 @st.composite
 def gpu_problems(draw: st.DrawFn) -> TransferProblem:
-    """Budgets from nothing to everything, staging that is as large or larger, and pieces of any size."""
+    """Budgets from zero to all bytes, staging that is at least as large, and chunks of any size."""
     problem = draw(transfer_problems())
     budget_bytes = round(draw(st.floats(0, 1.2)) * moved_bytes(problem))
     chunk_bytes = draw(st.sampled_from([1, 4096, 2 * MIB]))
@@ -102,10 +102,10 @@ def test_never_worse_under_a_budget(problem: TransferProblem, share: float) -> N
 def test_of_all_fillings_of_equal_sizes_none_writes_less(
     waits: list[int], capacity: int, disk_bytes_per_s: float
 ) -> None:
-    """Six storages of 8 bytes at most, one made by each node; a copy takes no time and staging is never short.
+    """At most six storages of 8 bytes, one per node. A copy takes no time, and there is enough staging.
 
-    By brute force over all fillings at the same positions: of those that the simulation finds no worse, none writes
-    less, unless the chosen one has a lower peak.
+    Brute force over all fillings at the same positions: no filling that is no worse in the simulation writes less than
+    the chosen one, unless the chosen one has a lower peak.
     """
     problem = TransferProblem(
         node_s=(1.0,) * 16,
@@ -140,7 +140,7 @@ def test_of_all_fillings_of_equal_sizes_none_writes_less(
 
 @pytest.mark.parametrize("hidden", [0.2, 0.5, 1.0])
 def test_a_layered_network_writes_less_and_fits_more(hidden: float) -> None:
-    """48 layers, and host memory for half of what they save."""
+    """48 layers, and host memory for half of the saved bytes."""
     layers = layered_problem(48, hidden=hidden)
     budget_bytes = moved_bytes(layers) // 2
     host = HostTier(budget_bytes=budget_bytes, chunk_bytes=2 * MIB)
@@ -149,7 +149,7 @@ def test_a_layered_network_writes_less_and_fits_more(hidden: float) -> None:
     tiered = use_host_tier(problem, plain, may_move_others=True)
     assert_not_worse(problem, tiered, plain)
     assert written_bytes(problem, tiered.placements) < 0.7 * written_bytes(problem, plain.placements)
-    if hidden < 1:  # then the SSD had been short of time
+    if hidden < 1:  # SSD time was scarce without the tier
         assert tiered.peak_bytes < 0.7 * plain.peak_bytes
 
 
@@ -161,7 +161,7 @@ def test_what_is_needed_soonest_stays() -> None:
 
 
 def deep_plan(host_bytes: int) -> Plan:
-    """Seven saved storages of 2 KiB or less, all moved; a disk that is in no hurry."""
+    """Seven saved storages of 2 KiB or less, all offloaded, and a fast disk."""
     return analyse(capture_toy("deep", partition=save_all), min_tensor_bytes=2048).plan(
         policy="all", disk=1e9, host_bytes=host_bytes
     )
@@ -177,7 +177,7 @@ def test_the_decision_says_its_tier_and_survives_json() -> None:
 
 
 def test_the_ops_say_what_stays_and_when_it_comes_back() -> None:
-    """The same bits too: the engine may do with it what it likes."""
+    """The bits are the same as well: the engine may use or ignore these arguments."""
     step = capture_toy("deep", partition=save_all)
     analysis = analyse(step, min_tensor_bytes=2048)
     plan = analysis.plan(policy="all", disk=1e9, host_bytes=2048 * 2)
@@ -198,7 +198,7 @@ def test_ops_for_a_cpu_are_told_only_which_is_the_first() -> None:
     assert first == {"first": True}
 
 
-# Where there is one
+# Which devices have a host tier
 
 
 @pytest.mark.parametrize(
@@ -212,10 +212,10 @@ def test_a_cpu_has_no_host_tier(hardware: Hardware) -> None:
 
 
 def test_a_gpu_has_what_is_left_of_its_staging() -> None:
-    """Of 64 MiB, 8 are left to what is on its way."""
+    """Of 64 MiB, 8 MiB are left for transfers in flight."""
     gpu = toy_hardware(device="toy GPU", staging_bytes=64 * MIB)
     assert OffloadConfig().host_tier(gpu) == HostTier(budget_bytes=56 * MIB, chunk_bytes=CHUNK_BYTES)
-    assert OffloadConfig(io="kvikio").host_tier(gpu) is None, "past the staging, nothing can stay in it"
+    assert OffloadConfig(io="kvikio").host_tier(gpu) is None, "transfers bypass staging, so nothing can stay in it"
 
 
 def test_the_planner_knows_the_host_budget_of_a_gpu() -> None:

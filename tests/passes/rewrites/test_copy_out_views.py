@@ -1,4 +1,4 @@
-"""A small saved view no longer holds a large storage."""
+"""A small saved view no longer keeps a large storage."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 
 def class_token() -> CapturedStep:
-    """addmm [4, 16, 8] is 2 KiB; of it the first token [4, 8] is read by a classifier, and saved for it."""
+    """addmm [4, 16, 8] takes 2 KiB. A classifier reads its first token [4, 8], which is saved for backward."""
 
     def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         h = (x @ w).view(4, 16, 8)
@@ -102,7 +102,7 @@ def test_after() -> None:
 
 
 def test_less_is_alive_where_backward_begins() -> None:
-    """Counted on real storages: the matrix product has gone, its first token is left."""
+    """Counted on real storages: the matrix product is freed, and its first token is left."""
     step = class_token()
     before, after = (live_at_marker(step, joint) for joint in (step.join(), copy_out(analyse(step))))
     assert before - after == (4 * 16 * 8 - 4 * 8) * 4
@@ -110,7 +110,7 @@ def test_less_is_alive_where_backward_begins() -> None:
 
 @pytest.mark.parametrize("options", [{"min_saved_bytes": 1921}, {"min_parts": 17}])
 def test_nothing_changes_where_it_does_not_pay(options: dict[str, int]) -> None:
-    """The copy is a 16th of the storage, and frees 1920 bytes."""
+    """The copy takes a 16th of the storage and would free 1920 bytes."""
     analysis = analyse(class_token())
     before = listing(analysis.joint.graph)
     assert copy_out(analysis, **options) is analysis.joint
@@ -137,7 +137,7 @@ def test_what_the_caller_holds_is_not_copied() -> None:
 
 
 def test_expanded_views_are_not_copied() -> None:
-    """The copy of one row, expanded, would be as large as all of them."""
+    """The copy of one expanded row would be as large as all rows."""
 
     def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         h = x @ w
@@ -165,7 +165,7 @@ def test_two_saved_views_are_two_copies_and_a_view_of_one_is_taken_from_it() -> 
 
 
 def test_the_copy_is_made_where_the_storage_is() -> None:
-    """Behind the view it could be too late: it may stand at the end of forward, for backward alone."""
+    """A copy after the view could be too late: a view for backward alone may be at the end of forward."""
     joint = copy_out(analyse(class_token()))
     (clone,) = calls(joint.graph, aten.clone.default)
     assert joint.positions()[clone] < joint.positions()[calls(joint.graph, aten.sum.default)[0]]
@@ -226,7 +226,7 @@ def test_random_graphs_give_the_same_bits(program: Program, min_parts: int) -> N
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["vit", "bert", "gpt2"])
 def test_models_train_to_the_same_bits(name: str, inner: Literal["aot_eager", "inductor"]) -> None:
-    """ViT classifies by one token of its last layer."""
+    """ViT classifies by a single token of its last layer."""
     done: list[int] = []
 
     def rewrite(joint: ScheduledJointGraph) -> ScheduledJointGraph:

@@ -1,4 +1,4 @@
-"""The rewrite: four nodes per storage where the plan puts them, and backward reads what comes back."""
+"""The rewrite: four nodes per storage at the planned positions, and backward reads the reloaded tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 def two_layers() -> GraphAnalysis:
-    """The pre-activations h [4, 8] and the activations a [4, 8], 128 bytes each, are saved."""
+    """Saves the pre-activations h [4, 8] and the activations a [4, 8], 128 bytes each."""
 
     def function(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         h = x @ w1
@@ -56,7 +56,7 @@ def fused_qkv(*, dynamic: bool = False) -> GraphAnalysis:
 
 
 def only(plan: Plan, name: str) -> Plan:
-    """The plan that moves one storage, where the given plan would."""
+    """``plan`` reduced to the offload of one storage."""
     storages = [
         saved if saved.name == name else dataclasses.replace(saved, decision=Keep("the test says so"))
         for saved in plan.storages
@@ -108,7 +108,7 @@ return ((sum_1), (None, mm_4, mm_2))""",
 
 
 def test_after() -> None:
-    """The disk is as fast as compute: mm is released when mul is complete, and comes back when mul has been read."""
+    """The disk is as fast as compute: mm is released when mul is complete, and is reloaded when mul has been read."""
     analysis = two_layers()
     plan = only(analysis.plan(disk=128), "mm")
     assert_expected_inline(
@@ -135,7 +135,7 @@ def test_after() -> None:
 
 
 def test_each_node_stands_right_before_the_one_at_its_planned_position() -> None:
-    """Checked node by node: leave out ours, and what follows each of them is what the plan names."""
+    """Checked for each node: without the other inserted nodes, it is followed by the node that the plan names."""
     analysis = analyse(capture_toy("deep"))
     before = list(analysis.joint.graph.nodes)
     plan = analysis.plan(disk=2048)
@@ -180,7 +180,7 @@ def _from(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def test_at_one_position_room_is_made_before_it_is_taken() -> None:
-    """A release stands before the next offload, and a wait before the reload that it makes room for."""
+    """A release comes before the next offload, and a wait before the reload that it makes room for."""
     graph = (analysis := analyse(capture_toy("deep"))).rewrite(analysis.plan(disk=2048)).graph
     ours = [node.target for node in graph.nodes if node.target in OPS]
     layers = 6
@@ -188,7 +188,7 @@ def test_at_one_position_room_is_made_before_it_is_taken() -> None:
 
 
 def test_query_key_and_value_come_back_as_one() -> None:
-    """addmm -> split -> (q, k, v): one offload, one reload, and the views are taken again behind the wait."""
+    """addmm -> split -> (q, k, v): one offload, one reload, and the views are taken again after the wait."""
     analysis = fused_qkv()
     graph = analysis.rewrite(only(analysis.plan(), "addmm")).graph
     ((offload, release, _, wait),) = chains(graph)
@@ -213,7 +213,7 @@ def _idx(graph: fx.Graph, node: fx.Node) -> int:
 
 
 def test_forward_views_that_only_backward_read_are_gone() -> None:
-    """exp -> detach -> backward: the view would hold the storage to the end of forward, so it moves behind the wait."""
+    """exp -> detach -> backward: the view would hold the storage to the end of forward, so it moves after the wait."""
     analysis = analyse(capture_step(lambda x: x.exp().sum(), matrix(4, 6)))
     (view,) = [node for node in analysis.joint.saved if node.target is aten.detach.default]
     assert all(
@@ -250,7 +250,7 @@ def test_a_plan_that_keeps_everything_changes_nothing() -> None:
 def test_a_plan_for_another_graph_is_refused() -> None:
     deep, attention = analyse(capture_toy("deep")), analyse(capture_toy("attention"))
     before = listing(deep.joint.graph)
-    with pytest.raises(InternalError, match="the graph does not save that"):
+    with pytest.raises(InternalError, match="the plan is for another graph"):
         deep.rewrite(attention.plan())
     assert listing(deep.joint.graph) == before
 
@@ -263,13 +263,13 @@ def test_a_plan_that_moves_another_node_is_refused() -> None:
     other = dataclasses.replace(saved, decision=dataclasses.replace(saved.decision, representative="mul"))
     wrong = dataclasses.replace(plan, storages=tuple(other if one is saved else one for one in plan.storages))
     before = listing(analysis.joint.graph)
-    with pytest.raises(InternalError, match="the plan moves 'mul' for 'mm'"):
+    with pytest.raises(InternalError, match="it offloads 'mul' for 'mm'"):
         analysis.rewrite(wrong)
-    assert listing(analysis.joint.graph) == before, "refused before anything was changed"
+    assert listing(analysis.joint.graph) == before, "refused before the graph was changed"
 
 
 def test_symbolic_sizes_become_arguments() -> None:
-    """Sizes are the symbols that forward got as inputs, or are read off the tensor: never numbers from tracing."""
+    """Sizes are symbols that forward gets as inputs, or are read from the tensor, but never numbers from tracing."""
     analysis = analyse(capture_step(lambda x: x.exp().sum(), matrix(8, 9), dynamic=True))
     graph = analysis.rewrite(analysis.plan()).graph
     ((_, _, reload, wait),) = chains(graph)
@@ -285,7 +285,7 @@ def test_symbolic_sizes_become_arguments() -> None:
 
 
 def test_sizes_that_are_no_input_are_read_off_the_tensor() -> None:
-    """cat makes 2 * s rows: no placeholder stands for that."""
+    """cat makes 2 * s rows, and no placeholder has this value."""
     analysis = analyse(capture_step(lambda x: torch.cat([x, x]).exp().sum(), matrix(8, 9), dynamic=True))
     joint = analysis.rewrite(analysis.plan())
     ((offload, _, reload, _),) = chains(joint.graph)
@@ -330,7 +330,7 @@ def test_views_behind_a_wait_lie_on_the_reloaded_storage() -> None:
 
 
 def test_views_that_backward_takes_lie_on_the_reloaded_storage() -> None:
-    """wait -> detach (a replica) -> detach (was in backward before): all three are one storage."""
+    """wait -> detach (a replica) -> detach (already in backward): all three share one storage."""
     analysis = analyse(capture_step(lambda x: x.exp().sum(), matrix(4, 6)))
     graph = analysis.rewrite(analysis.plan()).graph
     ((_, _, _, wait),) = chains(graph)

@@ -1,4 +1,4 @@
-"""Matrix products stand where Inductor runs them."""
+"""Matrix products are placed where Inductor runs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ssdtrain_fx.testing import CapturedStep, capture_step, run
 
 
 def tied(x: Tensor, w: Tensor) -> Tensor:
-    """``w`` is used at both ends, so its gradient is a sum whose parts are made at both ends of backward."""
+    """``w`` is used at both ends, so its gradient is a sum of terms from both ends of backward."""
     h = (x @ w).sin().cos().exp()
     return (h @ w).sin().sum()
 
@@ -40,7 +40,7 @@ def test_the_product_stands_right_before_its_sum() -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_inductor_does_make_it_a_part_of_the_sum() -> None:
-    """What the pass assumes of Inductor: one product of the gradient is an addmm, and comes last."""
+    """The pass assumes this of Inductor: one product of the gradient becomes an addmm, and runs last."""
     x, w = matrix(16, 32), matrix(32, 32)
     compiled = torch.compile(tied)
     _, codes = run_and_get_code(lambda: compiled(x, w).backward())

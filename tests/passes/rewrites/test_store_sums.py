@@ -1,4 +1,4 @@
-"""Sums of what many layers add up are stored where they stand."""
+"""Sums over many layers are stored at their position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ssdtrain_fx.testing import capture_step
 
 
 def read_by_all(x: Tensor, c: Tensor, w: Tensor, *, layers: int = 4, products: int = WAITS_FOR_KERNELS // 2) -> Tensor:
-    """Every layer reads ``c.sin()`` by a product, between others; each of these has two in backward."""
+    """Every layer reads ``c.sin()`` in a product, after ``products`` others. Each of these has two in backward."""
     read = c.sin()
     for _ in range(layers):
         for _ in range(products):
@@ -38,7 +38,7 @@ def marked(joint: ScheduledJointGraph) -> list[str]:
 
 
 def gradients_of_what_is_read(joint: ScheduledJointGraph) -> list[str]:
-    """The sums, the last of which is multiplied by the cosine."""
+    """The sums of gradients. The last one is multiplied by the cosine."""
     (last,) = [node for node in joint.graph.nodes if str(node.target) == "aten.cos.default"]
     (user,) = last.users
     (node,) = [argument for argument in user.all_input_nodes if argument is not last]
@@ -53,7 +53,7 @@ def test_a_sum_that_waits_for_a_layer_is_marked() -> None:
     joint = joint_of()
     sums = gradients_of_what_is_read(joint)
     assert len(sums) == 3
-    assert marked(joint) == sums, "the last one is multiplied behind the first layer"
+    assert marked(joint) == sums, "the last one is multiplied after the backward of the first layer"
 
 
 def test_a_marked_sum_is_no_part_of_the_kernel_that_reads_it() -> None:
@@ -65,7 +65,7 @@ def test_a_marked_sum_is_no_part_of_the_kernel_that_reads_it() -> None:
         return {alias_sets.storages[idx].allocator.name for kernel in kernels for idx in kernel.writes}
 
     before = stored()
-    *names, _ = marked(joint)  # the last one is multiplied as soon as its terms are there
+    *names, _ = marked(joint)  # the last one is multiplied as soon as its terms are computed
     assert names
     assert not before.intersection(names)
     assert stored().issuperset(names)
@@ -84,7 +84,7 @@ def test_what_inductor_adds_up_in_a_wider_type_is_left_alone(dtype: torch.dtype)
 
 
 def test_a_sum_whose_terms_live_on_is_left_alone() -> None:
-    """It would be one more tensor in memory."""
+    """The sum would be an additional tensor in memory."""
 
     def function(x: Tensor, c: Tensor, w: Tensor) -> Tensor:
         read = c.sin()

@@ -1,6 +1,6 @@
-"""The verifier accepts what the rewrite makes, and names what is wrong with everything else.
+"""The verifier accepts the graphs that the rewrite makes, and names the fault of any other graph.
 
-Each rejection takes a good graph and breaks one thing:
+Each rejection test takes a good graph and breaks one thing:
 
     exp | offload | tanh | release, offload | exp_1 ... | backward_starts() | reload | wait | ...
 """
@@ -36,7 +36,7 @@ def good() -> ScheduledJointGraph:
 
 
 def chain(joint: ScheduledJointGraph) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
-    """offload, release, reload and wait of the first storage, which ``exp`` makes."""
+    """The offload, release, reload and wait of the first storage, which ``exp`` allocates."""
     offload = find(joint.graph, OFFLOAD)[0]
     (release,) = offload.users
     (reload,) = release.users
@@ -104,7 +104,7 @@ def test_a_read_in_forward_after_the_release() -> None:
 
 
 def test_a_read_of_a_view_after_the_release() -> None:
-    """The view was taken in time; what counts is when its memory is read."""
+    """The view itself comes before the release, but its memory is read after it."""
     joint = good()
     offload, release, _, _ = chain(joint)
     view = insert(joint, offload, aten.detach.default, named(joint.graph, "exp"))
@@ -132,22 +132,22 @@ def test_a_release_of_another_tensor() -> None:
     joint = good()
     _, release, _, _ = chain(joint)
     release.update_arg(1, named(joint.graph, "primals_1"))
-    assert_rejected(joint, release, "must stand in forward and take the offloaded tensor itself")
+    assert_rejected(joint, release, "must be in forward and take the offloaded tensor itself")
 
 
 def test_a_release_of_a_view_of_the_tensor() -> None:
-    """The compiler may copy a view: then nothing holds the memory that is still being written out."""
+    """The compiler may copy a view. Then nothing holds the memory that is still being written to the SSD."""
     joint = good()
     offload, release, _, _ = chain(joint)
     release.update_arg(1, insert(joint, offload, aten.detach.default, named(joint.graph, "exp")))
-    assert_rejected(joint, release, "must stand in forward and take the offloaded tensor itself")
+    assert_rejected(joint, release, "must be in forward and take the offloaded tensor itself")
 
 
 def test_a_release_in_backward() -> None:
     joint = good()
     _, release, reload, _ = chain(joint)
     reload.prepend(release)
-    assert_rejected(joint, release, "must stand in forward")
+    assert_rejected(joint, release, "must be in forward")
 
 
 def test_no_release() -> None:
@@ -170,17 +170,17 @@ def test_a_release_without_an_offload() -> None:
     _, release, _, _ = chain(joint)
     stray = insert(joint, joint.marker, RELEASE, release, named(joint.graph, "sum_1"))
     joint.graph.output_node().prepend(stray)
-    message = "uses the token of an offload"
+    message = "uses the token of a release"
     assert_rejected(joint, stray, message)
     stray.update_arg(0, named(joint.graph, "sum_1"))
-    assert_rejected(joint, stray, "a release without an offload")
+    assert_rejected(joint, stray, "a release must take the token that an offload returned")
 
 
 def test_a_reload_in_forward() -> None:
     joint = good()
     _, _, reload, _ = chain(joint)
     joint.marker.prepend(reload)
-    assert_rejected(joint, reload, "a reload stands in forward")
+    assert_rejected(joint, reload, "the reload is in forward")
 
 
 def test_a_reload_of_a_token_that_no_release_returned() -> None:
@@ -203,7 +203,7 @@ def test_a_token_that_something_else_reads() -> None:
     joint = good()
     _, release, _, _ = chain(joint)
     reader = insert(joint, joint.marker, aten.neg.default, release)
-    assert_rejected(joint, reader, "uses the token of an offload")
+    assert_rejected(joint, reader, "uses the token of a release")
 
 
 def test_two_waits_for_one_reload() -> None:
@@ -248,7 +248,7 @@ def test_something_else_comes_back_than_left(make: object, found: str) -> None:
 
 @pytest.mark.parametrize(("position", "argument"), [(1, [64]), (2, [1, 8]), (3, torch.float64)])
 def test_reload_and_wait_agree_on_something_else_than_left(position: int, argument: object) -> None:
-    """What runs is the arguments; the metadata of the wait says what they should have been."""
+    """The arguments are what runs. The metadata of the wait tells what they should be."""
     joint = good()
     _, _, reload, wait = chain(joint)
     for node in (reload, wait):
@@ -273,7 +273,7 @@ def test_an_input_that_is_left_to_the_engine(late: tuple[bool, ...], own: dict[s
         node.update_arg(position, named(joint.graph, "primals_1"))
     offload.args = (*offload.args[:4], None, None, "link", True)
     release.args, release.kwargs = (*release.args[:2], *late), own
-    assert_rejected(joint, release, "an input is left to the engine, although its owner may write to it")
+    assert_rejected(joint, release, "leaves an input to the engine, although the caller may write to it")
 
 
 def test_an_offload_of_an_output() -> None:
@@ -294,7 +294,7 @@ def test_an_offload_in_backward() -> None:
     joint = good()
     (made_in_backward,) = calls(joint.graph, aten.tanh_backward.default)
     offload = insert(joint, joint.graph.output_node(), OFFLOAD, made_in_backward, [], "late", "{}")
-    assert_rejected(joint, offload, "an offload stands in backward")
+    assert_rejected(joint, offload, "the offload is in backward")
 
 
 def test_an_offload_of_something_without_a_storage() -> None:
@@ -315,7 +315,7 @@ def test_a_storage_that_is_offloaded_twice() -> None:
 
 
 def test_a_storage_that_is_written_in_place() -> None:
-    """exp | offload | mul_ | release: what leaves is neither the old nor the new data."""
+    """exp | offload | mul_ | release: the written bytes are neither the old nor the new data."""
     joint = good()
     _, release, _, _ = chain(joint)
     insert(joint, release, aten.mul_.Tensor, named(joint.graph, "exp"), 2)
@@ -335,7 +335,7 @@ def test_a_graph_that_is_not_even_in_order() -> None:
 
 
 def good_with_host() -> ScheduledJointGraph:
-    """As :func:`good`, the last two of three storages in the host tier."""
+    """Like :func:`good`, with the last two of three storages in the host tier."""
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = x.exp().tanh().exp()
@@ -369,14 +369,14 @@ def test_the_host_tier_is_kept_by_the_bytes_of_the_graph() -> None:
 def test_a_device_without_a_host_tier() -> None:
     joint = good_with_host()
     first = find(joint.graph, OFFLOAD)[1]
-    assert_refused(joint, first, "an offload to the host tier, which this device does not have", None)
+    assert_refused(joint, first, "offloads to the host tier, but there is none", None)
 
 
 @pytest.mark.parametrize(
     ("turn", "orders"), [(2, (3, 1, 0)), (1, (1, 2, 0)), (0, (2, 1, None)), (1, (2, 2, 0)), (0, (3, 2, 1))]
 )
 def test_a_reload_has_another_turn_than_said(turn: int, orders: tuple[int | None, ...]) -> None:
-    """The message names the first one in backward that is wrong."""
+    """The message names the first wrong offload, in the order of backward."""
     joint = good_with_host()
     offloads = find(joint.graph, OFFLOAD)
     for offload, order in zip(offloads, orders, strict=True):
@@ -384,7 +384,7 @@ def test_a_reload_has_another_turn_than_said(turn: int, orders: tuple[int | None
         if order is not None:
             offload.update_kwarg("reload_order", order)
     wrong = offloads[2 - turn]
-    message = f"is reloaded as number {turn} of 3, counted from 0"
+    message = f"has a wrong reload_order: it is reloaded as number {turn}, counted from 0"
     assert_refused(joint, wrong, message, HostTier(budget_bytes=512))
 
 
@@ -392,5 +392,5 @@ def test_an_offload_is_said_to_be_the_first_and_is_not() -> None:
     joint = good_with_host()
     offloads = find(joint.graph, OFFLOAD)
     offloads[1].update_kwarg("first", True)
-    message = f"is said to be the first offload, but {offloads[0].name} comes before it"
+    message = f"is marked as the first offload, but {offloads[0].name} comes before it"
     assert_refused(joint, offloads[1], message, HostTier(budget_bytes=1 << 20))

@@ -1,6 +1,6 @@
-"""What stays in memory because the disk would hold up the step, and that it comes back untouched.
+"""Tensors that stay in memory because the disk would stall the step, and that they are reloaded unchanged.
 
-Time is a clock that the tests move, or that the fake disk moves with every transfer: nothing depends on real time.
+The tests move the clock, or the fake disk moves it with every transfer: nothing depends on real time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ X = torch.arange(3 * CHUNK)
 
 
 class HandClock:
-    """Stands still until it is moved; any thread may do that."""
+    """Stands still until a thread moves it; any thread may do so."""
 
     def __init__(self) -> None:
         self._now_s = 100.0
@@ -47,7 +47,7 @@ class HandClock:
 
 
 class SlowFile(MemoryFile):
-    """Every transfer moves the clock; one at a time, as a disk that is its own bottleneck does it."""
+    """Every transfer moves the clock. Transfers run one at a time, as on a saturated disk."""
 
     def __init__(self, clock: HandClock) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def engine_on(file: SlowFile, *, max_stall_share: float | None = 0.01) -> Iterat
 
 
 def spend_all(engine: Engine) -> None:
-    """From here on no stall is allowed."""
+    """Spend the balance, so that no stall is allowed from here on."""
     engine._ledger.admission.charge(engine._ledger.admission.patience_s())
 
 
@@ -119,7 +119,7 @@ def test_a_full_balance_pays_for_anything_and_a_debt_is_repaid(clock: HandClock)
     assert admission.admits(100.0)
     admission.charge(2 * BALANCE_LIMIT_S)
     assert admission.patience_s() == 0
-    assert not admission.admits(0.0)  # in debt nothing moves: predictions were wrong
+    assert not admission.admits(0.0)  # nothing moves while the balance is negative: predictions were wrong
     clock.move(10 * BALANCE_LIMIT_S)
     assert admission.admits(0.0)
 
@@ -192,7 +192,7 @@ def test_transfers_in_both_directions_tell_nothing(clock: HandClock) -> None:
 
 
 def test_a_transfer_that_waits_its_turn_tells_the_rate_by_all_the_bytes_in_front_of_it(clock: HandClock) -> None:
-    """1000 bytes per second: a long one takes 3 s, a short one behind it ends after 4. Taken for its own bytes alone,
+    """1000 bytes per second: a long transfer takes 3 s, and a short one after it ends at 4 s. By its own bytes alone,
     the short one would be four times too slow."""
     traffic = Traffic(clock)
     long = traffic.begin(Direction.WRITE, 3000)
@@ -206,15 +206,15 @@ def test_a_transfer_that_waits_its_turn_tells_the_rate_by_all_the_bytes_in_front
     clock.move(100.0)
     broken = traffic.begin(Direction.WRITE, 1000)
     clock.move(1.0)
-    traffic.end(broken, 10, clock(), busy_with=1)  # cut short: where the rest of the time went, nobody knows
-    alone = traffic.begin(Direction.WRITE, 1000)  # what has ended is no more in front of it
+    traffic.end(broken, 10, clock(), busy_with=1)  # cut short: it is unknown where the rest of the time went
+    alone = traffic.begin(Direction.WRITE, 1000)  # transfers that have ended do not count
     clock.move(1.0)
     traffic.end(alone, 1000, clock(), busy_with=1)
     assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
 
 
 def test_an_end_that_was_noticed_late_can_only_make_the_disk_faster(clock: HandClock) -> None:
-    """1000 bytes per second, seen as 100 during a hiccup. What is found to be over 4 s later says: at least 250."""
+    """1000 bytes per second, measured as 100 during a hiccup. An end noticed after 4 s shows: at least 250."""
     traffic = Traffic(clock)
     meter = traffic.meters[Direction.WRITE]
     hiccup = traffic.begin(Direction.WRITE, 1000)
@@ -236,9 +236,9 @@ def test_an_end_that_was_noticed_late_can_only_make_the_disk_faster(clock: HandC
 
 
 def test_a_release_that_may_not_wait_keeps_the_tensor(file: SlowFile) -> None:
-    """Writes are held and two of three chunks fit into staging: the third cannot leave, and nobody waits for it.
+    """Writes are held and two of three chunks fit into staging: the third cannot leave, and the release does not wait.
 
-    The owner then overwrites its tensor, as compiled code may.
+    The caller then overwrites its tensor, as compiled code may.
     """
     with engine_on(file) as engine:
         spend_all(engine)
@@ -253,7 +253,7 @@ def test_a_release_that_may_not_wait_keeps_the_tensor(file: SlowFile) -> None:
         file.writes_may_go_on.set()
         engine.wait_until_idle()
         assert file.read_count == 0
-        assert file.write_count <= 2  # what had begun
+        assert file.write_count <= 2  # writes that had begun
         assert engine._ledger.counters.unwritten_bytes == 0
 
 
@@ -272,7 +272,7 @@ def test_what_is_its_own_stays_where_it_is(file: SlowFile, late: bool) -> None:
 
 
 def test_a_small_part_of_something_large_is_copied_all_the_same(file: SlowFile) -> None:
-    """Else the engine would hold all of it."""
+    """Otherwise the engine would hold the whole storage."""
     with engine_on(file) as engine:
         engine._ledger.admission.admits = lambda stall_s: False  # type: ignore[method-assign]
         whole = torch.zeros(2 * len(X), dtype=X.dtype)
@@ -296,7 +296,7 @@ def test_a_release_waits_for_as_long_as_stalls_are_allowed(file: SlowFile) -> No
 
 
 class LaneThatTakesASecond:
-    """For every chunk of one entry, on its way out and back."""
+    """For every chunk of one entry, in each direction."""
 
     def __init__(self, clock: HandClock, entry: Entry, fill: Fill) -> None:
         self.clock, self.entry, self.fill = clock, entry, fill
@@ -316,7 +316,7 @@ class LaneThatTakesASecond:
 def test_a_stall_costs_what_goes_beyond_the_plan(
     clock: HandClock, direction: str, planned_s: float, expected_s: float
 ) -> None:
-    """Three chunks of a second each are waited for."""
+    """The wait is for three chunks, each of which takes a second."""
     ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
     charged: list[float] = []
     ledger.admission.charge = charged.append  # type: ignore[method-assign]
@@ -351,9 +351,9 @@ def test_with_nothing_to_spend_a_release_waits_as_long_as_planned(
 
 
 def test_what_the_plan_waits_for_is_admitted_step_after_step(file: SlowFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes and reads of 1 s each, with nothing to spend but what the plan waits, and nothing of it is lost.
+    """Writes and reads of 1 s each. Only planned stalls are allowed, and no planned time is lost.
 
-    The plan has twice the time, since the engine does not always see at once that a transfer is over.
+    The plan allows twice the time, because the engine does not always notice at once that a transfer has finished.
     """
     with engine_on(file, max_stall_share=MIN_STALL_SHARE) as engine:
         wait_for_progress = engine._stalls.wait_for_progress
@@ -376,7 +376,7 @@ def test_what_the_plan_waits_for_is_admitted_step_after_step(file: SlowFile, mon
             file.reads_may_go_on.clear()
             assert torch.equal(fetch(engine, token, X), X)
             del token
-            statistics = engine.statistics()  # buries what has died
+            statistics = engine.statistics()  # removes dead entries
             assert min(statistics.release_stall_s, statistics.wait_stall_s) >= step
             assert engine._ledger.admission.admits(0.0)
         assert statistics.kept_for_time == 0
@@ -384,14 +384,14 @@ def test_what_the_plan_waits_for_is_admitted_step_after_step(file: SlowFile, mon
 
 
 def observe(engine: Engine, *, write_s: float = 0.0, read_s: float = 0.0) -> None:
-    """As if the disk had been seen to take that long for a chunk."""
+    """As if the disk had been measured to take that long for a chunk."""
     meters = engine._ledger.traffic.meters
     meters[Direction.WRITE].note(CHUNK_BYTES, write_s, 1, busy=True)
     meters[Direction.READ].note(CHUNK_BYTES, read_s, 1, busy=True)
 
 
 def test_a_disk_slower_than_planned_is_not_given_more_than_the_allowance(file: SlowFile) -> None:
-    """1 s per chunk, and half a second planned for three of them, of which one may stay in staging: 1.5 s too much."""
+    """1 s per chunk, and half a second planned for three chunks, one of which may stay in staging: 1.5 s too long."""
     with engine_on(file, max_stall_share=0.1) as engine:
         observe(engine, write_s=1.0)
         spend_all(engine)
@@ -401,7 +401,7 @@ def test_a_disk_slower_than_planned_is_not_given_more_than_the_allowance(file: S
             before = file.write_count
             x = X.clone()
             token = engine.offload(x, "x", out_s=out_s, back_s=10.0)
-            engine.wait_until_idle()  # as if as much time went by as was planned
+            engine.wait_until_idle()  # as if the planned time had passed
             tokens.append(engine.release(token, x))
             x.fill_(1)
             return file.write_count == before + 3
@@ -409,20 +409,20 @@ def test_a_disk_slower_than_planned_is_not_given_more_than_the_allowance(file: S
         assert not moves(0.5)
         assert not moves(0.5)
         assert engine.statistics().kept_for_time == 2
-        assert moves(1.0)  # two chunks in staging, the third one gone
+        assert moves(1.0)  # two chunks in staging, the third one written
         assert moves(None)  # no plan, no verdict
         file.clock.move(BALANCE_LIMIT_S / 0.1)
         assert moves(0.5)  # the disk is tried again ...
         observe(engine, write_s=1.0)
         engine._ledger.admission.charge(BALANCE_LIMIT_S)
-        assert not moves(0.5)  # ... and it does not do it
+        assert not moves(0.5)  # ... and it is still too slow
         assert engine.statistics().kept_for_time == 3
         for token in tokens:
             assert torch.equal(fetch(engine, token, X), X)
 
 
 def test_a_disk_that_reads_slowly_gets_nothing_either(file: SlowFile) -> None:
-    """Reads take 1 s per chunk, where the plan has 0.1 s for all three."""
+    """Reads take 1 s per chunk, but the plan has 0.1 s for all three."""
     with engine_on(file) as engine:
         observe(engine, read_s=1.0)
         spend_all(engine)
@@ -434,7 +434,7 @@ def test_a_disk_that_reads_slowly_gets_nothing_either(file: SlowFile) -> None:
 
 
 def test_what_is_queued_already_counts(file: SlowFile) -> None:
-    """Nothing is predicted to stall for a first tensor; behind it, the same tensor would have to wait."""
+    """No stall is predicted for the first tensor; an equal tensor after it would have to wait."""
     with engine_on(file) as engine:
         observe(engine, write_s=1.0)
         spend_all(engine)
@@ -443,7 +443,7 @@ def test_what_is_queued_already_counts(file: SlowFile) -> None:
         tokens = [engine.offload(x, "x", out_s=2.0, back_s=9.0), engine.offload(y, "y", out_s=2.0, back_s=9.0)]
         assert engine.statistics().kept_for_time == 1
         tokens = [engine.release(token, tensor) for token, tensor in zip(tokens, (x, y), strict=True)]
-        assert engine.statistics().kept_for_time == 2  # the first one could not leave in time either
+        assert engine.statistics().kept_for_time == 2  # the first one could not leave in time, either
         assert torch.equal(fetch(engine, tokens[0], X), X)
         assert torch.equal(fetch(engine, tokens[1], X), X)
 
@@ -453,7 +453,7 @@ def test_the_threads_time_their_transfers(clock: HandClock) -> None:
     file = SlowFile(clock)
     file.write_s, file.read_s = 1.0, 2.0
     with engine_on(file, max_stall_share=None) as engine:
-        engine._lane("cpu").busy_with = 1  # both threads may or may not be at it
+        engine._lane("cpu").busy_with = 1  # one thread or both may be transferring
         x = X.clone()
         token = engine.release(engine.offload(x, "x"), x)
         engine.wait_until_idle()
@@ -508,7 +508,7 @@ def test_another_layout_is_served_by_a_copy(file: SlowFile) -> None:
 
 
 def test_a_tensor_that_may_be_asked_for_again_is_handed_over_as_a_copy(file: SlowFile) -> None:
-    """retain_graph: backward overwrites what it got, and a second backward must still find the data."""
+    """retain_graph: backward overwrites the tensor it got, and a second backward must still find the data."""
     with engine_on(file) as engine:
         spend_all(engine)
         file.writes_may_go_on.clear()
@@ -535,7 +535,7 @@ def test_a_tensor_that_may_be_asked_for_again_is_handed_over_as_a_copy(file: Slo
 def test_the_ops_hand_over_the_memory_itself_when_the_token_dies(
     file: SlowFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What generated code does: the token goes with the reload, the ticket with the wait."""
+    """As generated code does: the token is dropped after the reload, the ticket after the wait."""
     from ssdtrain_fx.runtime import ops
 
     with engine_on(file) as engine:

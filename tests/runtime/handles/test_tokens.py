@@ -60,7 +60,7 @@ def test_saved_for_backward_keeps_the_token(tmp_path: Path) -> None:
 
 
 def test_a_token_may_die_while_the_engine_holds_its_lock(tmp_path: Path) -> None:
-    """Garbage collection may run a finaliser on the very thread that holds the lock."""
+    """Garbage collection may run a finaliser on the thread that holds the lock."""
     with engine_on(MemoryFile(), str(tmp_path)) as engine:
         x = torch.arange(10)
         cycle: list[object] = [engine.release(engine.offload(x, "x"), x)]

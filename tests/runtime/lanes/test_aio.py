@@ -1,4 +1,4 @@
-"""The kernel's AIO, as it is: these run on a real file."""
+"""The kernel's native AIO, tested on a real file."""
 
 import errno
 import os
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ssdtrain_fx.runtime.lanes import aio as aio_module
+from ssdtrain_fx.runtime import aio as aio_module
 from ssdtrain_fx.runtime.lanes.aio import READ, WRITE, AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.memory.staging import StagingBuffer
 
 
 @pytest.fixture(params=["ring", "calls"])
 def aio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelAio]:
-    """Answers from the ring where it is known, or by calls of the kernel as on other machines."""
+    """Answers come from the ring where its layout is known, or from system calls as on other machines."""
     if request.param == "calls":
         monkeypatch.setattr(aio_module, "RING_MAGIC", 0)
     try:
@@ -66,7 +66,7 @@ def test_answers_come_once(aio: KernelAio, descriptor: int) -> None:
 
 
 def test_answers_come_once_however_they_are_asked_for(aio: KernelAio, descriptor: int) -> None:
-    """Far more than the ring holds, and by turns with and without blocking."""
+    """Far more answers than the ring holds, collected alternately with and without blocking."""
     buffer = StagingBuffer(4096)
     answers: list[tuple[int, int]] = []
     cookies = range(1, 5001)
@@ -83,7 +83,7 @@ def test_answers_come_once_however_they_are_asked_for(aio: KernelAio, descriptor
     assert sorted(answers) == [(cookie, 4096) for cookie in cookies]
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the order of reads is only known of x86-64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the order of reads is known only for x86-64")
 @pytest.mark.parametrize("aio", ["ring"], indirect=True)
 def test_answers_need_no_call_of_the_kernel(aio: KernelAio, descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aio, "_getevents", None)
@@ -111,7 +111,7 @@ def test_short_reads_and_errors_are_told(aio: KernelAio, descriptor: int, tmp_pa
 
 
 def test_a_full_queue_takes_nothing(aio: KernelAio, descriptor: int) -> None:
-    """The kernel gives more room than asked for, yet not without end, until the answers are fetched."""
+    """The kernel accepts more requests than the depth, but not without limit, until the answers are read."""
     buffer = StagingBuffer(4096)
     accepted = 0
     while aio.submit(WRITE, descriptor, buffer.address, 4096, 0, accepted + 1):
@@ -157,5 +157,5 @@ def test_where_it_is_not_available_it_says_why(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(AioUnavailableError, match=r"io_setup: (EINVAL|EAGAIN)"):
         KernelAio(1 << 30)
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    with pytest.raises(AioUnavailableError, match="no native AIO is known for linux on riscv64"):
+    with pytest.raises(AioUnavailableError, match="native AIO is not supported for linux on riscv64"):
         KernelAio()

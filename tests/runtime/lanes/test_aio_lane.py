@@ -1,4 +1,4 @@
-"""What is special about the lane that the ops drive: nothing is lost, nobody waits in vain, and reads copy nothing."""
+"""Properties of the lane that the ops drive: nothing is lost, no thread waits in vain, and reads are not copied."""
 
 import errno
 import gc
@@ -34,7 +34,7 @@ def directory(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("opcode", [WRITE, READ])
 def test_the_rest_of_a_short_transfer_is_asked_for(tmp_path: Path, file: MemoryFile, opcode: int) -> None:
-    """5000 of 32768 bytes: the next attempt starts on an aligned offset again."""
+    """8192 of 32768 bytes: the next attempt starts on an aligned offset again."""
     with engine_on(file, str(tmp_path)) as engine:
         engine._chunk_bytes = 1 << 16
         file.aio.shorten = lambda index, length: 8192 if index == opcode_index else length
@@ -80,7 +80,7 @@ def test_a_short_queue_loses_nothing(directory: str, file: MemoryFile, depth: in
 
 
 def test_a_refused_request_is_offered_again(directory: str, file: MemoryFile) -> None:
-    """The first write is under way; the kernel refuses the others for a while."""
+    """The first write is in flight; the kernel refuses the next requests for a while."""
     with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
         file.writes_may_go_on.clear()
         first = offload(engine, X.clone())
@@ -102,7 +102,7 @@ def test_refused_with_nothing_under_way_is_an_error_not_a_wait(directory: str, f
         assert engine.statistics().kept_bytes == 4096
         assert torch.equal(fetch(engine, token, X), X)
         file.aio.refusals = 1
-        with pytest.raises(ActivationLostError, match="the kernel takes no request"):
+        with pytest.raises(ActivationLostError, match="the kernel accepts no request"):
             fetch(engine, token, X)
 
 
@@ -144,7 +144,7 @@ def test_a_failure_within_the_bookkeeping_stops_the_engine(
 def test_an_interruption_while_blocked_loses_nothing(
     directory: str, file: MemoryFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C during a wait: the answers had been fetched already, and the engine can be used further."""
+    """Ctrl-C during a wait: the answers had already been collected, and the engine remains usable."""
     with engine_on(file, directory) as engine:
         token = offload(engine, X.clone())
         engine.wait_until_idle()
@@ -168,7 +168,7 @@ def test_an_interruption_while_blocked_loses_nothing(
 
 
 def test_who_waits_beside_a_blocked_thread_is_woken(directory: str, file: MemoryFile) -> None:
-    """Three threads wait for reads of their own; only one of them can ask the kernel."""
+    """Three threads each wait for different reads; only one of them can block in the kernel."""
     results: dict[int, bool] = {}
     with engine_on(file, directory) as engine:
         tokens = [offload(engine, X * seed) for seed in range(3)]
@@ -217,7 +217,7 @@ def test_the_tensor_outlives_engine_and_token(directory: str, file: MemoryFile) 
 
 
 def test_close_waits_for_the_kernel(directory: str, file: MemoryFile) -> None:
-    """A read is held, its target was dropped: the memory must live until the kernel is done with it."""
+    """The target of a read in flight is dropped: its memory must live until the kernel has finished with it."""
     with engine_on(file, directory) as engine:
         token = offload(engine, X.clone())
         engine.wait_until_idle()

@@ -1,4 +1,4 @@
-"""The KvikIO path, on a stand-in for the module. The real one: test_kvikio_real.py."""
+"""The KvikIO path, on a stand-in for the module. test_kvikio_real.py tests the real module."""
 
 import os
 import weakref
@@ -43,7 +43,7 @@ class FakeKvikio:
 
     def _transfer(self, verb: str, data: Tensor, size: int, file_offset: int, task_size: int) -> FakeFuture:
         self.calls.append((verb, size, file_offset))
-        assert task_size == size  # in pieces, some would go on when another one has failed
+        assert task_size == size  # with several tasks, some would continue after one has failed
         self.now_s += 1
         if verb in self.failing:
             return FakeFuture(RuntimeError("POSIX error: no space"))
@@ -108,7 +108,7 @@ def test_a_failed_read_stops_backward(engine: Engine, kvikio: FakeKvikio, fault:
 def test_no_thread_holds_a_tensor_that_has_left(
     tmp_path: Path, kvikio: FakeKvikio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a release hears of it, the memory can be used again."""
+    """When a release learns that its tensor has left, the memory can be reused."""
     cuda = FakeCuda(device_is_fast=False)
     held: list[bool] = []
     x = torch.arange(10_000)
@@ -135,7 +135,7 @@ def test_no_thread_holds_a_tensor_that_has_left(
 def test_the_time_of_the_device_is_not_the_time_of_the_disk(
     tmp_path: Path, kvikio: FakeKvikio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device gets to each op after 100 s; a transfer takes 1 s."""
+    """The device reaches each op after 100 s; a transfer takes 1 s."""
 
     def wait_100_s(event: FakeEvent) -> None:
         kvikio.now_s += 100

@@ -1,4 +1,4 @@
-"""When KvikIO is used, and that nothing about it can hang."""
+"""When KvikIO is used, and that its trial cannot hang."""
 
 import importlib
 import importlib.util
@@ -48,7 +48,7 @@ def fails(device: str, directories: tuple[str, ...]) -> Trial:
 
 
 def must_not_run(device: str, directories: tuple[str, ...]) -> Trial:
-    raise AssertionError("there is nothing to try")
+    raise AssertionError("no trial is needed here")
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_trial_that_fails(installed: types.ModuleType, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO):
         assert choose_kvikio("auto", DIRECTORIES, Gpu(), fails) is None
     assert "CUDA tensors go through host memory: the trial of KvikIO failed: no driver" in caplog.text
-    with pytest.raises(ConfigError, match=r'io="kvikio": the trial of KvikIO failed: no driver\. Repair it'):
+    with pytest.raises(ConfigError, match=r'io="kvikio": the trial of KvikIO failed: no driver\. Fix this'):
         choose_kvikio("kvikio", DIRECTORIES, Gpu(), fails)
 
 
@@ -116,7 +116,7 @@ def test_a_child_that_ends_well() -> None:
 
 
 def test_a_child_that_hangs_is_killed() -> None:
-    with pytest.raises(TrialError, match=r"did not end within 0\.2 s and was killed"):
+    with pytest.raises(TrialError, match=r"did not finish within 0\.2 s and was killed"):
         python("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass", 0.2)
 
 

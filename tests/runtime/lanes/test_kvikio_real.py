@@ -1,7 +1,7 @@
-"""The real KvikIO, over a stub of the CUDA driver whose one device has the computer's own memory.
+"""The real KvikIO, on a stub of the CUDA driver whose only device uses host memory.
 
-What runs for real: the library, its threads, its buffers between "device" and file, its handles of a file without a
-name. What does not: a GPU, and GPUDirect Storage. In a process of its own with a time limit, since KvikIO can hang.
+The library, its threads, its buffers between "device" and file, and its handles of a file without a name are real. The
+GPU and GPUDirect Storage are not. Each test runs in a separate process with a time limit, because KvikIO can hang.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ import ssdtrain_fx
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 pytestmark = [
-    pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the stub of the CUDA driver with"),
+    pytest.mark.skipif(COMPILER is None, reason="there is no C compiler to build the stub of the CUDA driver"),
     pytest.mark.skipif(
         any(importlib.util.find_spec(name) is None for name in ("kvikio", "rapids_logger")),
         reason="KvikIO is not installed (`make test` installs it without its CUDA packages)",
@@ -27,7 +27,7 @@ pytestmark = [
 PRELUDE = """
 import sys
 import rapids_logger
-rapids_logger.load_library()  # libkvikio does so where the CUDA packages are there
+rapids_logger.load_library()  # libkvikio does so if the CUDA packages are installed
 import kvikio
 import kvikio.cufile_driver
 import torch
@@ -73,7 +73,7 @@ directories = tuple(sys.argv[1:])
 
 @pytest.fixture(scope="module")
 def driver_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the stub is, under the name of the driver."""
+    """The directory of the stub, which has the name of the driver."""
     directory = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("stub_libcuda.c")
     assert COMPILER is not None
@@ -97,7 +97,7 @@ def run(script: str, driver_directory: Path, directories: list[Path]) -> str:
 
 
 def test_tensors_come_back(driver_directory: Path, tmp_path: Path) -> None:
-    """Whole and strided tensors of odd sizes, over two directories, twice; one is dropped on its way."""
+    """Contiguous and strided tensors of odd sizes, in two directories, read twice; one is dropped in flight."""
     directories = [tmp_path / name for name in ("one", "two")]
     for directory in directories:
         directory.mkdir()
@@ -126,7 +126,7 @@ with DeviceEngine(EngineConfig(ssd_dir=directories)) as engine:
 
 
 def test_faults(driver_directory: Path, tmp_path: Path) -> None:
-    """The file is cut behind the engine's back; then it is closed, as if the drive had gone."""
+    """The file is cut without the engine's knowledge; then it is closed, as if the drive had disappeared."""
     run(
         """
 import os
@@ -184,9 +184,9 @@ file = SpillFile(directories[0])
 try:
     kvikio_trial.check_bytes(LyingModule, file, torch.device("cpu"))
 except kvikio_trial.TrialError as error:
-    assert "what KvikIO wrote is not what the file holds" in str(error)
+    assert "the file does not hold the bytes that KvikIO wrote" in str(error)
 else:
-    raise AssertionError("other bytes than sent were not noticed")
+    raise AssertionError("the changed bytes were not noticed")
 file.close()
 """,
         driver_directory,

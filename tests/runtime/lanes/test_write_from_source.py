@@ -1,4 +1,4 @@
-"""Tensors that native AIO writes from where they are: whole pages go to the file, the edges stay, nothing is lost."""
+"""Tensors that native AIO writes without staging: whole pages go to the file, the edges stay, nothing is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def file() -> MemoryFile:
 
 
 def engine_on(file: MemoryFile, **options: object) -> Engine:
-    """Every tensor in which there is a whole page is written from where it is, in chunks of two pages."""
+    """An engine that writes every tensor with a whole page in it without staging, in chunks of two pages."""
     return Engine(
         EngineConfig(ssd_dir="/tmp", **options),  # type: ignore[arg-type]
         open_file=lambda _: file,
@@ -45,7 +45,7 @@ def engine_on(file: MemoryFile, **options: object) -> Engine:
 
 
 def tensor_at(phase_bytes: int, byte_count: int) -> Tensor:
-    """Bytes that begin ``phase_bytes`` behind the start of a page."""
+    """A tensor that begins ``phase_bytes`` after the start of a page."""
     memory = torch.arange(byte_count + 2 * PAGE, dtype=torch.int64).to(torch.uint8)
     start = (phase_bytes - memory.data_ptr()) % PAGE
     return memory[start : start + byte_count]
@@ -71,7 +71,7 @@ def test_every_byte_comes_back(file: MemoryFile, phase: int, byte_count: int, ch
 
 
 def test_a_large_tensor_takes_few_requests(file: MemoryFile) -> None:
-    """Of 16 MiB, where a small one has a staging buffer of 2 MiB."""
+    """Its requests are of 16 MiB; a small tensor uses a staging buffer of 2 MiB."""
     with Engine(EngineConfig(ssd_dir="/tmp"), open_file=lambda _: file, open_aio=lambda: file.aio) as engine:
         tensors = tensor_at(0, (20 << 20) + PAGE), tensor_at(0, PAGE)
         large, small = (x.clone() for x in tensors)
@@ -109,7 +109,7 @@ def test_the_kernel_is_not_asked_what_nobody_needs_to_know(file: MemoryFile, mon
 
 
 def test_a_write_that_is_over_holds_nothing_up(file: MemoryFile) -> None:
-    """Nobody has asked the kernel for it yet, when the next tensor is about to stay for fear of a stall."""
+    """Its answer is not collected yet when the next tensor would have to stay because of a predicted stall."""
     with engine_on(file, max_stall_share=0.1) as engine:
         x, y = tensor_at(0, 2 * PAGE), tensor_at(0, 2 * PAGE)
         tokens = [engine.offload(x, "x", out_s=1.5, back_s=9.0)]
@@ -117,7 +117,7 @@ def test_a_write_that_is_over_holds_nothing_up(file: MemoryFile) -> None:
         engine._ledger.admission.charge(BALANCE_LIMIT_S)
         while file.aio.in_flight:
             time.sleep(0.001)
-        tokens.append(engine.offload(y, "y", out_s=1.5, back_s=9.0))  # 2 s, were x still on its way
+        tokens.append(engine.offload(y, "y", out_s=1.5, back_s=9.0))  # it would take 2 s if x were still in flight
         assert engine.statistics().kept_for_time == 0
         for token, tensor in zip(tokens, (x, y), strict=True):
             assert torch.equal(fetch(engine, engine.release(token, tensor), tensor), tensor)
@@ -169,12 +169,12 @@ def test_a_reload_before_the_release_copies_from_the_tensor(file: MemoryFile) ->
 
 
 def test_what_the_disk_does_not_take_in_time_stays(file: MemoryFile) -> None:
-    """The compiler writes to the tensor while the disk still reads from it: nobody will read that from the file."""
+    """Later kernels write to the tensor while the disk still reads from it: those bytes are not read from the file."""
     x = tensor_at(64, 5 * PAGE)
     original = x.clone()
     with engine_on(file, max_stall_share=0.0) as engine:
         engine._ledger.admission.charge(engine._ledger.admission.patience_s())
-        engine._ledger.admission._balance_s = 0.01  # the release waits for as long
+        engine._ledger.admission._balance_s = 0.01  # the release waits this long
         file.aio.depth = 1
         file.writes_may_go_on.clear()
         token = offload(engine, x)
@@ -229,7 +229,7 @@ def test_damage_is_found_also_in_the_edges(file: MemoryFile) -> None:
 
 
 def test_the_tensor_lives_while_the_disk_reads_from_it(file: MemoryFile) -> None:
-    """Its last token and the caller's reference die first."""
+    """Its last token and the caller's reference are dropped first."""
     x = torch.zeros(4 * PAGE, dtype=torch.uint8)
     alive = weakref.ref(x.untyped_storage())
     with engine_on(file) as engine:

@@ -1,4 +1,4 @@
-"""The order that the GPU path asks of the device, on a stand-in for ``torch.cuda``; and, with a GPU, the real thing."""
+"""The order of work on the GPU path, with a stand-in for ``torch.cuda``, and a round trip on a real GPU."""
 
 import threading
 import weakref
@@ -65,7 +65,7 @@ def test_nothing_is_written_before_the_copy_is_over(engine: StandInEngine, cuda:
 
 
 def test_reads_run_ahead_of_a_slow_device(engine: StandInEngine, cuda: FakeCuda, file: MemoryFile) -> None:
-    """Eight chunks, four threads: no thread may sit on an event while there is something to read."""
+    """Eight chunks, four threads: no thread may wait for an event while there is something to read."""
     token = offload(engine, torch.arange(8 * 512))
     engine.wait_until_idle()
     cuda.device_is_fast = False
@@ -115,7 +115,7 @@ def test_source_of_an_offload_without_release_lives_until_the_device_is_done(
 def test_what_may_not_wait_stays_although_the_device_still_copies(
     tmp_path: Path, file: MemoryFile, cuda: FakeCuda
 ) -> None:
-    """One buffer for copies: the first chunk is on its way out, the others never begin, and nobody waits."""
+    """One buffer for copies: the first chunk is being copied out, the others never begin, and no thread waits."""
     cuda.device_is_fast = False
     config = EngineConfig(ssd_dir=str(tmp_path), host_budget_bytes=8192, max_stall_share=0.0)
     with StandInEngine(config, file, cuda, clock=lambda: 0.0) as engine:
@@ -144,7 +144,7 @@ def test_what_may_not_wait_stays_although_the_device_still_copies(
 def test_a_late_release_leaves_the_tensor_to_the_device(
     tmp_path: Path, file: MemoryFile, cuda: FakeCuda, host: bool
 ) -> None:
-    """The engine holds it until the last chunk has left; the stream that computes waits for none of them."""
+    """The engine holds the tensor until the last chunk has left; the compute stream does not wait for any of them."""
     cuda.device_is_fast = False
     config = EngineConfig(ssd_dir=str(tmp_path), host_budget_bytes=8192)
     with StandInEngine(config, file, cuda) as engine:
@@ -166,7 +166,7 @@ def test_a_late_release_leaves_the_tensor_to_the_device(
 
 
 def test_a_late_release_of_what_has_been_told_to_leave(engine: StandInEngine, cuda: FakeCuda) -> None:
-    """All copies are enqueued: the stream waits for them, and the memory may be used behind them."""
+    """All copies are enqueued: the stream waits for them, and the memory may be reused after them."""
     cuda.device_is_fast = False
     x = torch.arange(1024)
     storage = weakref.ref(x.untyped_storage())
@@ -208,7 +208,7 @@ def test_staging_smaller_than_the_tensor(tmp_path: Path, file: MemoryFile, cuda:
 def test_a_buffer_that_comes_free_without_a_write_goes_to_the_next_copy(
     tmp_path: Path, file: MemoryFile, cuda: FakeCuda
 ) -> None:
-    """The only buffer for copies holds what nobody will read; no write of it will end and wake a thread."""
+    """The only buffer for copies holds a chunk that is no longer needed; no end of its write will wake a thread."""
     cuda.device_is_fast = False
     x, y = torch.randn(1024), torch.randn(1024)
     config = EngineConfig(ssd_dir=str(tmp_path), host_budget_bytes=8192)
@@ -233,7 +233,7 @@ def test_a_failed_write_is_kept_and_comes_back(engine: StandInEngine, file: Memo
 def test_memory_that_cannot_be_pinned(engine: StandInEngine, cuda: FakeCuda) -> None:
     cuda.runtime.cudaHostRegister = lambda address, size_bytes, flags: 2  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match=r"cannot pin 4096 bytes .*CUDA error 2.* Lower host_budget_bytes"):
-        offload(engine, torch.arange(3))  # the first op, or the second where an I/O thread was faster
+        offload(engine, torch.arange(3))  # the first op, or the second if an I/O thread was faster
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The memory that tensors are written from: huge pages under it, and a heap that keeps it."""
+"""The memory that tensors are written from: it gets huge pages, and the heap keeps it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ssdtrain_fx.runtime.memory.staging import HUGE_PAGE_BYTES
 
 
 def huge_bytes(address: int) -> int:
-    """What of the mapping around ``address`` lies on huge pages."""
+    """Bytes on huge pages in the mapping around ``address``."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = line.split()[0]
@@ -43,7 +43,7 @@ def test_whole_huge_pages_within_a_tensor_become_one_page_each() -> None:
     expected = x.clone()
     first = -x.data_ptr() % HUGE_PAGE_BYTES
     pages = HugePages()
-    pages.put_under(x.data_ptr() + first + 4096, 3 * HUGE_PAGE_BYTES)  # two whole ones
+    pages.put_under(x.data_ptr() + first + 4096, 3 * HUGE_PAGE_BYTES)  # contains two whole ones
     assert huge_bytes(x.data_ptr() + first + HUGE_PAGE_BYTES) == 2 * HUGE_PAGE_BYTES
     pages.put_under(x.data_ptr() + first, HUGE_PAGE_BYTES)
     assert huge_bytes(x.data_ptr() + first + HUGE_PAGE_BYTES) == 3 * HUGE_PAGE_BYTES
@@ -51,7 +51,7 @@ def test_whole_huge_pages_within_a_tensor_become_one_page_each() -> None:
 
 
 class SlowKernel:
-    """Every place takes a second of its clock."""
+    """A kernel that takes a second of its clock for every place."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
@@ -83,7 +83,7 @@ def test_huge_pages_take_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPat
     for _ in range(100):
         kernel.now_s += 1 / SHARE
         pages.put_under(0, 100 * HUGE_PAGE_BYTES)
-    assert len(kernel.collapsed) == 100, "every place in the end, and none twice"
+    assert len(kernel.collapsed) == 100, "every place is tried in the end, and none twice"
 
 
 def test_what_the_first_forward_leaves_of_the_grant_goes_to_the_heap(
@@ -101,15 +101,15 @@ def test_what_the_first_forward_leaves_of_the_grant_goes_to_the_heap(
     assert pages.has_grant
     pages.put_under_heap()
     assert kernel.collapsed == [0, first + HUGE_PAGE_BYTES, first + 2 * HUGE_PAGE_BYTES], (
-        "one more than there is time for"
+        "one place more than there is time for"
     )
-    assert (first + HUGE_PAGE_BYTES, 99 * HUGE_PAGE_BYTES) in kernel.advised, "what is touched later is huge at once"
+    assert (first + HUGE_PAGE_BYTES, 99 * HUGE_PAGE_BYTES) in kernel.advised, "pages touched later are huge at once"
     assert not pages.has_grant
     pages.put_under(0, 100 * HUGE_PAGE_BYTES)
-    assert len(kernel.collapsed) == 4, "a new account: one place, and the rest when there is time"
+    assert len(kernel.collapsed) == 4, "a new budget: one place now, and the rest when there is time"
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such heap")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do not have this heap")
 def test_the_heap_of_this_process_is_found() -> None:
     end_of_heap = ctypes.CDLL(None)["sbrk"]
     end_of_heap.restype = ctypes.c_void_p
@@ -134,11 +134,11 @@ def test_a_system_without_huge_pages_is_left_alone(tmp_path: Path, setting: str 
         ({}, False),
         ({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=on"}, False),
         ({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=on:glibc.malloc.trim_threshold=1"}, True),
-        ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, False),  # says nothing about what is kept
+        ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, False),  # does not set how much is kept
         ({"MALLOC_ARENA_MAX": "2"}, False),
         ({"MALLOC_TRIM_THRESHOLD_": "1"}, True),
         ({"MALLOC_MMAP_THRESHOLD_": "1"}, True),
-        ({"MALLOC_CONF": "thp:always"}, False),  # of another heap
+        ({"MALLOC_CONF": "thp:always"}, False),  # a setting of another heap
     ],
 )
 def test_what_the_user_set_stays(environment: dict[str, str], expected: bool) -> None:
@@ -156,14 +156,14 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 kept = prepare_heap()
 assert kept == (HEAP_BELOW_BYTES if platform.libc_ver()[0] == "glibc" else 0), kept
-for _ in range(4):  # until it has found its size
+for _ in range(4):  # until the heap has grown to its size
     last = faults()
-assert not kept or last < 1000, "96 MiB were given back: 24,576 pages"
+assert not kept or last < 1000, "96 MiB were returned to the system: 24,576 pages"
 """
 
 
 def test_the_heap_keeps_what_tensors_leave() -> None:
-    environment = {"PATH": "/usr/bin:/bin"}  # none of the heap's variables
+    environment = {"PATH": "/usr/bin:/bin"}  # without the heap's variables
     done = subprocess.run(
         [sys.executable, "-c", KEEPS], env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True
     )
@@ -173,7 +173,7 @@ def test_the_heap_keeps_what_tensors_leave() -> None:
 def test_an_interrupt_while_the_heap_is_prepared_stops_the_engine(
     ssd_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody may wait for ever for the reload that it met."""
+    """No thread may wait forever for the interrupted reload."""
 
     def interrupt(pages: HugePages) -> None:
         raise KeyboardInterrupt

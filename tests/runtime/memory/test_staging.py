@@ -23,7 +23,7 @@ def test_buffers_are_aligned_warm_first_and_bounded() -> None:
 
 def test_a_buffer_is_free_when_its_last_user_is_gone() -> None:
     pool = StagingPool(0, chunk_bytes=4096)
-    assert pool.available == 2  # the least that works
+    assert pool.available == 2  # the minimum
     buffer = pool.acquire()
     assert buffer is not None
     buffer.users += 1
@@ -42,7 +42,7 @@ def test_close_returns_the_buffers() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system has no /proc")
 def test_a_forked_child_does_not_share_the_pages() -> None:
-    """Hazard: copy-on-write under a direct read. The flag "dc" means: do not copy on fork."""
+    """Hazard: copy-on-write during a direct read. The flag "dc" means "do not copy on fork"."""
     buffer = StagingPool(0, chunk_bytes=4096).acquire()
     assert buffer is not None
     mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]

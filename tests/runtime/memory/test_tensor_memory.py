@@ -1,4 +1,4 @@
-"""Memory that the disk reads into: whole pages, one owner, used again."""
+"""Memory that is read into from the disk: whole pages, one owner, reused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def allocate(memory: TensorMemory, size: int) -> torch.Tensor:
 
 
 ON_THE_HEAP = 1 << 40
-"""A limit that is above the size of every tensor."""
+"""A limit above the size of every tensor."""
 
 
 @pytest.mark.parametrize("heap_below_bytes", [0, ON_THE_HEAP])
@@ -44,7 +44,7 @@ def test_memory_is_used_again_when_the_last_view_has_died() -> None:
     address, view = x.data_ptr(), x[1:]
     del x
     other = allocate(memory, 4 * MIB)
-    assert other.data_ptr() != address, "a view still lives on it"
+    assert other.data_ptr() != address, "a view still uses it"
     del view
     assert allocate(memory, 4 * MIB).data_ptr() == address
 
@@ -74,7 +74,7 @@ def test_of_memory_of_one_size_what_was_used_last_is_used_again() -> None:
     st.sampled_from([0, 2 * MIB, ON_THE_HEAP]),
 )
 def test_tensors_own_their_pages(steps: list[tuple[int, int]], heap_below_bytes: int) -> None:
-    """Each one keeps its bytes while others come and go."""
+    """Each tensor keeps its bytes while others are allocated and freed."""
     memory = TensorMemory(idle_bytes=MIB, heap_below_bytes=heap_below_bytes)
     living: dict[int, torch.Tensor] = {}
     for value, (key, elements) in enumerate(steps):
@@ -92,7 +92,7 @@ def test_tensors_own_their_pages(steps: list[tuple[int, int]], heap_below_bytes:
 @pytest.mark.parametrize("lead", [0, 4, 2048, 4092])
 @pytest.mark.parametrize("size", [4, 4092, 4096, 4100, MIB])
 def test_all_pages_of_a_tensor_on_the_heap_are_its_own(size: int, lead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk writes whole pages: what else is on the heap must not lie on them."""
+    """The disk writes whole pages: they must not hold any other data of the heap."""
     taken: list[range] = []
 
     def storage(size_bytes: int) -> torch.UntypedStorage:
@@ -111,7 +111,7 @@ def test_all_pages_of_a_tensor_on_the_heap_are_its_own(size: int, lead: int, mon
 
 
 def test_large_tensors_do_not_come_from_the_heap() -> None:
-    """There, each would get a mapping of its own, which is fresh memory every time."""
+    """On the heap, each would get a separate mapping, which is fresh memory every time."""
     memory = TensorMemory(heap_below_bytes=2 * MIB)
     small, large = allocate(memory, MIB), allocate(memory, 2 * MIB)
     del small
@@ -121,7 +121,7 @@ def test_large_tensors_do_not_come_from_the_heap() -> None:
 
 
 def resident_bytes(places: list[int]) -> int:
-    """What of 4 MiB each at these addresses has memory."""
+    """Bytes of physical memory in the runs of 4 MiB at these addresses."""
     pages = (ctypes.c_ubyte * 1024)()
     mincore = ctypes.CDLL(None).mincore
 
@@ -132,14 +132,14 @@ def resident_bytes(places: list[int]) -> int:
 
 
 def test_what_lies_idle_is_bounded_and_goes_back_to_the_system() -> None:
-    """Wherever it lies: between tensors that live, too."""
+    """Also between tensors that are still alive."""
     memory = TensorMemory(idle_bytes=8 * MIB)
     tensors = [allocate(memory, 4 * MIB).fill_(1.0) for _ in range(6)]
     places = [x.data_ptr() for x in tensors]
     assert resident_bytes(places) == 24 * MIB
     del tensors[1:5]
     assert allocate(memory, 4 * MIB).data_ptr() in places
-    assert memory.idle_bytes == 12 * MIB, "of it 4 since the allocation"
+    assert memory.idle_bytes == 12 * MIB, "4 MiB of it freed since the allocation"
     assert resident_bytes(places) == 20 * MIB
     memory.release_idle()
     assert memory.idle_bytes == 0
@@ -179,7 +179,7 @@ def no_heap(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_heap")
 @pytest.mark.parametrize("io", ["posix", "aio"])
 def test_reload_memory_lies_idle_until_the_next_forward_begins(ssd_dir: str, io: IOPath) -> None:
-    """Several backwards may follow one another; what forward saves takes its place."""
+    """Several backwards may follow one another; the tensors that forward saves need the memory."""
     with Engine(EngineConfig(ssd_dir=ssd_dir, io=io)) as engine:
         x = torch.randn(MIB)
         token = offload(engine, x.clone())

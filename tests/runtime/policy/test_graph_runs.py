@@ -1,4 +1,4 @@
-"""What crosses from graph to graph: late releases, reloads begun ahead, tensors that two graphs have offloaded."""
+"""What spans two graphs: late releases, reloads begun ahead, tensors that two graphs offload."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine(file: MemoryFile, tmp_path: Path) -> Iterator[Engine]:
 
 
 class Graph:
-    """A graph whose forward offloads three tensors and whose backward asks for them in the order ``backward``."""
+    """A graph whose forward offloads three tensors and whose backward requests them in the order ``backward``."""
 
     def __init__(self, engine: Engine, link: str = "graph", backward: str = "cba") -> None:
         self.engine, self.link, self.order = engine, link, backward
@@ -50,13 +50,13 @@ class Graph:
 
 
 def ahead_of(engine: Engine) -> list[str]:
-    """Names of what is being read ahead, in the order of offloading."""
+    """Names of the tensors that are being read ahead, in the order of offloading."""
     return [entry.name for entry in engine._ledger.entries.values() if entry.ahead is not None]  # pyright: ignore[reportPrivateUsage]
 
 
 def test_backward_reads_ahead_for_the_run_before_no_more_than_it_has_used(engine: Engine) -> None:
     """``    run 2   reload c, wait c, reload b, wait b, reload a, wait a
-    run 1                             ^ c             ^ b            (what was waited for last may be in use)``"""
+    run 1                             ^ c             ^ b            (the tensor waited for last may be in use)``"""
     graph = Graph(engine)
     first, second = graph.forward(10), graph.forward(20)
     seen: list[list[str]] = []
@@ -79,7 +79,7 @@ def test_the_order_of_the_last_backward_is_the_order_of_reading_ahead(engine: En
 
 
 def test_another_order_than_expected_costs_reads_and_nothing_else(engine: Engine) -> None:
-    """Backward of run 3 reads ahead for run 2, but run 1 comes: what was read ahead is given back."""
+    """Backward of run 3 reads ahead for run 2, but run 1 comes next: the tensors read ahead are freed."""
     graph = Graph(engine)
     first, second, third = graph.forward(10), graph.forward(20), graph.forward(30)
     graph.backward(third, 30)
@@ -142,7 +142,8 @@ def test_another_layout_than_expected_is_read_again(engine: Engine) -> None:
 
 
 def test_a_late_release_waits_only_for_the_run_before(file: MemoryFile, tmp_path: Path) -> None:
-    """Staging has room for two tensors and the disk stands still: run 1 ends at once, run 2 when run 1 has left."""
+    """Staging has room for two tensors and writes are held: run 1 ends at once, run 2 once the tensors of run 1 have
+    left."""
     xs = [torch.full((SIZE,), float(number)) for number in range(6)]
     with engine_on(file, str(tmp_path), host_budget_bytes=3 * 4096) as engine:
 
@@ -155,7 +156,7 @@ def test_a_late_release_waits_only_for_the_run_before(file: MemoryFile, tmp_path
         assert engine.statistics().late_bytes >= SIZE_BYTES
         assert engine.statistics().release_stall_s == 0
         for number in range(3):
-            xs[number] = torch.empty(0)  # the engine holds what has not left
+            xs[number] = torch.empty(0)  # the engine holds tensors that have not left
         file.writes_may_go_on.set()
         tokens += run(range(3, 6))
         entries = list(engine._ledger.entries.values())  # pyright: ignore[reportPrivateUsage]
@@ -167,7 +168,7 @@ def test_a_late_release_waits_only_for_the_run_before(file: MemoryFile, tmp_path
 
 
 def test_a_late_release_that_lasts_too_long_keeps_the_tensor_itself(file: MemoryFile, tmp_path: Path) -> None:
-    """No copy is made of what nobody writes to any more, and a second backward finds it too."""
+    """A tensor that is not written to any more is not copied, and a second backward finds it too."""
     with engine_on(file, str(tmp_path), host_budget_bytes=3 * 4096, max_stall_share=0.0) as engine:
         file.writes_may_go_on.clear()
         addresses: list[int] = []

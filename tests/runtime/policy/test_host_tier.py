@@ -1,4 +1,4 @@
-"""The host tier and what is read ahead, on a stand-in for ``torch.cuda``."""
+"""The host tier and reading ahead, on a stand-in for ``torch.cuda``."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ Open = Callable[..., StandInEngine]
 
 @pytest.fixture
 def start(tmp_path: Path, file: MemoryFile, cuda: FakeCuda, request: pytest.FixtureRequest) -> Open:
-    """An engine with so many buffers. At the end nothing is left of what was handed to it."""
+    """An engine with ``buffers`` staging buffers. At the end, no memory is left registered."""
 
     def start(buffers: int = 64, max_stall_share: float | None = None, **options: Any) -> StandInEngine:
         config = EngineConfig(
@@ -115,17 +115,17 @@ def test_others_are_written_as_before(start: Open, file: MemoryFile) -> None:
 @pytest.mark.parametrize(
     ("orders", "expected"),
     [
-        ([0, 2, 1, 3, 4], [1, 3]),  # what is needed last of those that were there
+        ([0, 2, 1, 3, 4], [1, 3]),  # of the tensors held then, the one needed last
         ([None] * 5, [0, 1]),  # the oldest
         ([4, 0, 1, 2, 3], [0, 3]),
         ([0, None, 1, 2, 3], [1, 3]),
-        ([0, 1, 2, 0, 1], [2, 1]),  # the second 0 begins a run, which backward wants first
+        ([0, 1, 2, 0, 1], [2, 1]),  # the second 0 begins a run, which backward needs first
     ],
 )
 def test_what_is_needed_last_goes_to_the_file(
     start: Open, file: MemoryFile, orders: list[int | None], expected: list[int]
 ) -> None:
-    """Four buffers, one of which is for reads: the fourth and the fifth tensor take the places of others."""
+    """Four buffers, one of them for reads: the fourth and the fifth tensor take the buffers of others."""
     engine = start(4, thread_count=1)
     tokens: list[Tensor] = []
     for number, order in enumerate(orders):
@@ -152,7 +152,7 @@ def test_a_tier_that_is_too_small_for_one_tensor(start: Open, buffers: int, thre
 
 
 def test_reads_get_more_than_the_one_buffer_that_is_left_to_them(start: Open, file: MemoryFile) -> None:
-    """Five of six buffers are held; as many give way as threads can read."""
+    """Five of six buffers are held; as many are freed as there are threads that can read."""
     engine = start(6, thread_count=2)
     on_disk = leave(engine, 0, 8)
     engine.wait_until_idle()
@@ -171,7 +171,7 @@ def test_reads_get_more_than_the_one_buffer_that_is_left_to_them(start: Open, fi
 
 
 def test_the_death_of_what_is_held_lets_a_release_go_on(start: Open, file: MemoryFile) -> None:
-    """Two buffers for copies are held, the write that would free one is stuck, and then the other one dies."""
+    """The two buffers for copies are held, and the write that would free one hangs. Then the other tensor dies."""
     engine = start(3, thread_count=2)
     tokens = [leave(engine, number, host=True, reload_order=number) for number in range(2)]
     engine.wait_until_idle()
@@ -182,7 +182,7 @@ def test_the_death_of_what_is_held_lets_a_release_go_on(start: Open, file: Memor
     released.start()
     assert file.write_begun.acquire(timeout=60)  # of tensor 1, which is needed last
     del tokens[0]
-    engine.statistics()  # any op hears of it
+    engine.statistics()  # any op notices it
     released.join(60)
     assert not released.is_alive()
     file.writes_may_go_on.set()
@@ -203,7 +203,7 @@ def test_a_tensor_that_dies_before_its_copy_is_over(start: Open, cuda: FakeCuda,
 
 
 def test_a_tensor_that_dies_while_it_comes_back(start: Open, cuda: FakeCuda) -> None:
-    """The device still reads the buffers: nobody else may get them."""
+    """The device still reads the buffers, so they must not be reused."""
     engine = start()
     token = leave(engine, 1, 2, host=True)
     engine.wait_until_idle()
@@ -247,9 +247,9 @@ def test_what_is_held_of_a_tensor_that_stays_is_given_back(start: Open, file: Me
 
 
 def test_admission_knows_the_host_tier(start: Open, file: MemoryFile) -> None:
-    """A disk that takes 1 s for each chunk, and four buffers of which two are held.
+    """A disk that takes 1 s for each chunk, and four buffers, two of them held.
 
-    Three chunks more fit in after one was written, which takes a second. What is held need not be read."""
+    Three more chunks fit after one was written, which takes a second. Held chunks need not be read."""
     engine = start(4, thread_count=1, max_stall_share=0.0, clock=lambda: 0.0)
     tokens = [leave(engine, 1, 2, host=True, out_s=0.0, back_s=0.0)]
     engine.wait_until_idle()
@@ -263,7 +263,7 @@ def test_admission_knows_the_host_tier(start: Open, file: MemoryFile) -> None:
     x = value(4)
     token = engine.offload(x, "x4", host=True, out_s=0.0, back_s=0.0)
     assert engine.statistics().kept_for_time == 2
-    engine.wait_until_idle()  # nobody may wait for the copy
+    engine.wait_until_idle()  # so that the release does not wait for the copy
     tokens.append(engine.release(token, x))
     for number, (token, chunks) in enumerate(zip(tokens, (2, 3, 1, 1), strict=True), 1):
         assert torch.equal(fetch(engine, token, value(number, chunks)), value(number, chunks))
@@ -272,7 +272,7 @@ def test_admission_knows_the_host_tier(start: Open, file: MemoryFile) -> None:
 def test_a_plan_with_a_host_tier_is_carried_out(
     file: MemoryFile, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A whole step: the same bits, and what was planned to stay has stayed."""
+    """A whole step: the same bits, and every tensor that was planned to stay has stayed."""
 
     def open_engine(config: EngineConfig, handles: Iterator[int]) -> StandInEngine:
         engines.append(StandInEngine(config, file, cuda, handles=handles))
@@ -300,7 +300,7 @@ def test_a_plan_with_a_host_tier_is_carried_out(
 
 
 def test_the_first_reload_brings_the_rest_to_staging(start: Open, file: MemoryFile) -> None:
-    """In the order in which backward will ask, whatever the order of forward was."""
+    """In the order in which backward requests them, not in the order of forward."""
     engine = start(thread_count=2)
     orders = [3, 0, 2, 1]
     tokens = [leave(engine, number, 2, reload_order=order) for number, order in enumerate(orders)]
@@ -335,7 +335,7 @@ def test_nothing_is_read_ahead_in_an_order_that_nobody_knows(start: Open, file: 
 
 
 def test_another_run_of_the_graph_is_left_alone(start: Open, file: MemoryFile) -> None:
-    """Two micro-batches, and what a run offloads after its backward has begun belongs to another one."""
+    """Two micro-batches. Tensors offloaded after the backward of a run has begun belong to another run."""
     engine = start()
     runs = [[leave(engine, order, reload_order=order) for order in range(3)] for _ in range(2)]
     engine.wait_until_idle()
@@ -351,7 +351,7 @@ def test_another_run_of_the_graph_is_left_alone(start: Open, file: MemoryFile) -
 
 
 def test_reading_ahead_leaves_buffers_and_gives_way(start: Open, file: MemoryFile) -> None:
-    """Eight buffers for two threads: one for each thread and one for reads are left, so five are filled."""
+    """Eight buffers for two threads: one for each thread and one for reads stay free, so five are filled."""
     engine = start(8, thread_count=2)
     tokens = [leave(engine, number, reload_order=number) for number in range(10)]
     engine.wait_until_idle()
@@ -365,7 +365,7 @@ def test_reading_ahead_leaves_buffers_and_gives_way(start: Open, file: MemoryFil
     assert engine.pool.available == 1
     file.writes_may_go_on.set()
     engine.wait_until_idle()
-    assert begun(file, "read")[6:] == [offset(engine, token) for token in tokens[3:6]]  # what is needed first was left
+    assert begun(file, "read")[6:] == [offset(engine, token) for token in tokens[3:6]]  # those needed first were left
     assert torch.equal(fetch(engine, token, value(99, 5)), value(99, 5))
     for number in range(1, 10):
         assert torch.equal(fetch(engine, tokens[number], value(number)), value(number))
@@ -461,7 +461,7 @@ def test_what_was_read_ahead_in_vain_is_given_back(start: Open) -> None:
 
 @pytest.mark.parametrize("lasting", [False, True])
 def test_a_read_ahead_that_fails_is_no_error(start: Open, file: MemoryFile, lasting: bool) -> None:
-    """The read that is asked for says so, if it fails as well."""
+    """The requested read reports an error if it fails as well."""
     engine = start(thread_count=1)
     tokens = [leave(engine, number, reload_order=number) for number in range(3)]
     engine.wait_until_idle()

@@ -1,4 +1,4 @@
-"""A disk that hangs: an error instead of an endless wait, and what becomes of the engine."""
+"""A disk that hangs: an error instead of an endless wait, and the engine afterwards."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_the_error_shows_the_queues(lane: LaneKind, tmp_path: Path) -> None:
             engine.release(token, X)
         message = str(caught.value)
         for part in (
-            "no transfer has ended for 60.0 s while 'gelu_3' was waited for; the disk hangs",
+            "no transfer has finished for 60.0 s while waiting for 'gelu_3': the disk hangs",
             "/nowhere/(faulty file): 12288 bytes in flight; chunks: ",
             " to be copied, 0 being copied, ",
-            " being written, 0 being read back; free staging buffers, cpu: ",
+            " being written, 0 being reloaded; free staging buffers, cpu: ",
             " of 2",
         ):
             assert part in message
-        with pytest.raises(StalledDiskError, match="while what is in flight was waited for"):
+        with pytest.raises(StalledDiskError, match="while waiting for the transfers in flight"):
             engine.wait_until_idle()
         disk.let_go()
         token = engine.release(token, X)
@@ -83,7 +83,7 @@ def test_a_wait_can_be_repeated_when_the_disk_is_back(lane: LaneKind, tmp_path: 
         engine.wait_until_idle()
         y = engine.reload(token, X.size(), X.stride(), X.dtype, X.device)
         with pytest.raises(
-            ActivationLostError, match=r"'gelu_3' .* cannot be read back .*: no transfer has ended"
+            ActivationLostError, match=r"'gelu_3' .* cannot be read back .*: no transfer has finished"
         ) as lost:
             engine.wait(y, token)
         assert isinstance(lost.value.__cause__, StalledDiskError)
@@ -100,7 +100,7 @@ def test_closing_leaves_a_hung_disk_alone(
     """:class:`FaultyFile` and :class:`FaultyAio` refuse to be closed while a transfer hangs."""
     disk = FaultyDisk(Fault("read" if operation == "read" else "write", 0, Hang()))
     with disk.engine(lane, str(tmp_path)) as engine:
-        x = X[:512].clone()  # one chunk: of several, a release may find some that have not left when the write hangs
+        x = X[:512].clone()  # one chunk: with several, some may not have left at the release, because the write hangs
         token = offload(engine, x)
         if operation == "read":
             engine.wait_until_idle()
@@ -109,17 +109,17 @@ def test_closing_leaves_a_hung_disk_alone(
         disk.hanging.wait()
         engine.close()
         (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-        assert "closed an engine although transfers do not end" in record.getMessage()
+        assert "closed an engine although its transfers do not finish" in record.getMessage()
         assert "bytes in flight; chunks: " in record.getMessage()
         assert engine.find_entry(token) is None
         engine.close()
         del engine, token
         gc.collect()
-        disk.let_go()  # what comes late finds its memory and its file
+        disk.let_go()  # late transfers still have their memory and their file
 
 
 def test_growth_that_hangs(tmp_path: Path) -> None:
-    """Threads grow the file; the others wait for the lock of the file meanwhile."""
+    """Threads grow the file; while one of them hangs, the others wait for the lock of the file."""
     disk = FaultyDisk(Fault("grow", 0, Hang()), Fault("grow", 1, Fail(28)))
     with disk.engine("threads", str(tmp_path), host_budget_bytes=8192) as engine:
         token = engine.offload(X, "x")

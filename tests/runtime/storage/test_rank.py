@@ -80,7 +80,7 @@ with Engine(EngineConfig(ssd_dir=sys.argv[1])) as engine:
 
 
 def test_ranks_of_one_machine_do_not_meet_and_leave_nothing(tmp_path: Path) -> None:
-    """Both have written before either of them reads; one is killed, one ends by itself."""
+    """Both ranks write before either of them reads; one is killed, the other exits normally."""
     root = str(Path(ssdtrain_fx.__file__).parent.parent)
     ranks = [
         subprocess.Popen(

@@ -18,7 +18,7 @@ Calls = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(Calls)
 def test_agrees_with_a_map_of_blocks(calls: list[tuple[str, int]]) -> None:
-    """The model is a set of used block numbers; a slot must be the lowest run of free blocks that is long enough."""
+    """The model is a set of used block numbers. A slot must be the lowest run of free blocks that is long enough."""
     slots = SlotAllocator()
     used: set[int] = set()
     live: list[Slot] = []

@@ -67,7 +67,7 @@ def test_without_o_direct_at_open(
         file.close()
     assert list(tmp_path.iterdir()) == []
     assert len(caplog.records) == 1
-    assert f"{tmp_path} does not take direct I/O" in caplog.text
+    assert f"{tmp_path} does not support direct I/O" in caplog.text
 
 
 def test_without_o_direct_at_the_first_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_growth_that_fails_is_a_result(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_growth_on_a_disk_that_has_gone_is_a_result_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Giving back what was reserved fails as well."""
+    """Freeing the reserved space fails as well."""
     file = SpillFile(str(tmp_path))
 
     def gone(*arguments: int) -> None:
@@ -174,7 +174,7 @@ def test_shrinking(tmp_path: Path) -> None:
     file.grow(4096)
     size_bytes = file.size_bytes
     file.shrink(4096, size_bytes - 4096)
-    assert file.size_bytes == size_bytes  # it has grown meanwhile: nothing is cut
+    assert file.size_bytes == size_bytes  # as if it had grown: nothing is cut
     file.shrink(4096, size_bytes)
     assert file.size_bytes == os.fstat(file.fileno()).st_size == 4096
     file.close()

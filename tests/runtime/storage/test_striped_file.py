@@ -1,4 +1,4 @@
-"""Several files as one, against a plain array of bytes that knows nothing of stripes."""
+"""Several files as one, compared with a plain byte array without stripes."""
 
 import errno
 import mmap
@@ -74,9 +74,9 @@ def test_grows_everywhere_or_nowhere() -> None:
     assert (error.errno, error.filename) == (errno.ENOSPC, "/drive1/(fake file)")
     assert [len(part.data) for part in parts] == [2 * STRIPE, 2 * STRIPE]
     assert file.size_bytes == 4 * STRIPE
-    file.shrink(STRIPE, 4 * STRIPE)  # half a row stays a whole one
+    file.shrink(STRIPE, 4 * STRIPE)  # half a row is rounded up to a whole one
     assert file.size_bytes == 2 * STRIPE
-    file.shrink(0, 4 * STRIPE)  # its size is another one by now
+    file.shrink(0, 4 * STRIPE)  # its size has changed: nothing is cut
     assert file.size_bytes == 2 * STRIPE
 
 
@@ -114,7 +114,7 @@ def native_aio() -> bool:
 
 @pytest.mark.parametrize("io", ["posix", "aio"])
 def test_an_engine_uses_all_directories(io: str, tmp_path: Path) -> None:
-    """Tensors that end in the middle of stripes; every chunk lies in one file."""
+    """Tensors end in the middle of stripes; every chunk is in one file."""
     if io == "aio" and not native_aio():
         pytest.skip("this system has no native AIO")
     folders = [tmp_path / name for name in ("one", "two", "three")]

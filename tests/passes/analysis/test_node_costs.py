@@ -162,7 +162,7 @@ def test_sizes_that_depend_on_data_cost_nothing_but_a_kernel() -> None:
 def test_the_same_costs_whatever_the_hash_seed() -> None:
     code = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 from ssdtrain_fx.testing import analyse, capture_toy
 from test_node_costs import SLOW, estimate_node_seconds
 analysis = analyse(capture_toy("attention"))
@@ -170,7 +170,7 @@ print(estimate_node_seconds(analysis.joint, analysis.alias_sets, SLOW))
 """
     printed = {
         subprocess.run(
-            [sys.executable, "-c", code, str(Path(__file__).parents[1])],
+            [sys.executable, "-c", code, str(Path(__file__).parent)],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,

@@ -1,4 +1,4 @@
-"""The private torch APIs that this package uses. Nothing else in the package imports a private torch name.
+"""Private: all private torch APIs that the package uses. No other module imports a private torch name.
 
 Inductor's APIs are in the separate module ``_torch_private.inductor``, because importing it takes a second.
 

@@ -1,4 +1,4 @@
-"""The ``ssdtrain-fx`` command: one file per subcommand."""
+"""Commands: the ``ssdtrain-fx`` program, one file per subcommand."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From a Dynamo graph to a compiled function: the backend, and the two inner compilers it hands graphs to."""
+"""Compiler: from a Dynamo graph to a compiled function, by Inductor or node by node."""

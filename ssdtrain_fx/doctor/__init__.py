@@ -1,1 +1,1 @@
-"""The doctor: is this machine, and this directory, fit for offloading?"""
+"""Doctor: checks whether a machine and a directory are suitable for offloading."""

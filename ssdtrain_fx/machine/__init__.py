@@ -1,1 +1,1 @@
-"""What the planner learns about this machine: probes that measure it, and the files that keep the results."""
+"""Machine: measures what the planner has to know about this machine, and stores it."""

@@ -1,1 +1,1 @@
-"""FX passes. They work on graphs, storages and plans, and use no files or streams."""
+"""Passes: rewrite graphs; the pipeline lists them. They use no files and no streams."""

@@ -1,4 +1,4 @@
-"""Reports on a plan: what is offloaded, and why the rest is not. As text, JSON, graphs and an HTML page."""
+"""Report: what is offloaded, and why the rest is not, as text, JSON, graphs and an HTML page."""
 
 from ssdtrain_fx.report.explain import explain
 from ssdtrain_fx.report.graph_report import GraphReport

@@ -1,4 +1,4 @@
-"""The runtime: ops, engine, slots, staging and I/O. It does not use FX graphs and imports nothing from passes.
+"""Runtime: moves bytes; the ops call its engines. It does not use FX graphs.
 
 Importing :mod:`ssdtrain_fx.runtime.ops` registers the four ops.
 """

@@ -1,1 +1,1 @@
-"""Programs that compare and draw: the demo, the benchmark, the recompute-offload-keep curve, and their models."""
+"""Studies: the demo, the benchmark, the recompute-offload-keep curve, their pictures and their models."""

@@ -1,4 +1,4 @@
-"""Tools to unit-test passes and policies on toy models: no GPU, no hardware profile, milliseconds per graph.
+"""Testing: tools to test passes and policies on toy models, in milliseconds and without a GPU.
 
 A test captures a training step, rewrites its joint graph, and checks the graph's text, its results and its memory.
 

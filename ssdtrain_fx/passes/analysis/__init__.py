@@ -1,1 +1,1 @@
-"""Read-only analyses: from a graph to frozen values about liveness, cost, and what may move."""
+"""Analysis: reads a graph and returns frozen values: liveness, costs, candidates, and the planning problem."""

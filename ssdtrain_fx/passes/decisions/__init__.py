@@ -1,1 +1,1 @@
-"""Where graph and numbers meet: poses the placement problem for a graph and names every decision in a plan."""
+"""Decisions: where graphs and numbers meet. Chooses a plan for a graph, and gives a reason for each storage."""

@@ -1,1 +1,1 @@
-"""What a graph says: the scheduled joint graph, its nodes, its ops, and which of them share a storage."""
+"""Graph: what a graph says: the joint graph, its ops, and which values share a storage."""

@@ -1,1 +1,1 @@
-"""Numbers in, plan out: the placement problem, its simulation and its solvers. Knows no graph."""
+"""Planning: numbers in, plan out. It does not see the graph."""

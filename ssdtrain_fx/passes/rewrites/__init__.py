@@ -1,1 +1,1 @@
-"""Graph changes, one per file, and the verifier that checks the rewritten graph."""
+"""Rewrites: change the graph, one change per file, and verify the result."""

@@ -1,1 +1,1 @@
-"""What one engine knows: entries, chunks, slots and counters, and every change of their state."""
+"""Book: the records of one engine, and the ledger, which changes their state under one lock."""

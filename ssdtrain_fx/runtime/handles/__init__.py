@@ -1,1 +1,1 @@
-"""The small objects that stand for offloaded and reloading tensors in a graph: owners, tokens, tickets."""
+"""Handles: the owners, tokens and tickets that stand for tensors in a graph."""

@@ -1,1 +1,1 @@
-"""Lanes move chunks between tensors and the spill file: by native AIO, by threads, or by KvikIO."""
+"""Lanes: move chunks between tensors and the spill file, by native AIO, threads or KvikIO."""

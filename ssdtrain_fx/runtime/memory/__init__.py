@@ -1,1 +1,1 @@
-"""Host and device memory: staging buffers, reload targets, layouts, and copies between them."""
+"""Memory: staging buffers, reload targets, layouts, and copies between them."""

@@ -1,1 +1,1 @@
-"""Rules of one engine: how long to wait, what to keep, what to read ahead, what to move only once."""
+"""Policy: how long to wait, what to keep in memory, what to read ahead, what to write only once."""

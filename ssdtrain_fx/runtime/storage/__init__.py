@@ -1,1 +1,1 @@
-"""The spill file: its directory, its slots, and striping over several drives."""
+"""Storage: the spill file, its slots and its directory."""

@@ -1,61 +1,76 @@
-# Every target works in a fresh clone that has Python >= 3.11 and a C++ compiler; the first one fills .venv.
+# Every target works in a fresh clone that has Python >= 3.11 and a C++ compiler. Each installs its own extra into .venv.
 PYTHON ?= python3
 # Arguments for the program behind a target, e.g. make demo ARGS="--steps 3", make test ARGS="-k zoo".
 ARGS ?=
+# Another version of torch gets a separate environment, e.g. make TORCH=2.11.0 test.
+PINNED_TORCH := 2.13.0
+TORCH ?= $(PINNED_TORCH)
+VENV ?= .venv$(patsubst %,-torch-%,$(filter-out $(PINNED_TORCH),$(TORCH)))
 
 # KvikIO's tests run over a stub of the CUDA driver, without the 1.2 GB of CUDA packages that it asks for. Where it cannot
 # be installed, they are skipped and say so.
 KVIKIO := kvikio-cu13 libkvikio-cu13 rapids-logger
 
-VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+# --no-compile: Python compiles the files that it imports. pip would compile all of them, which doubles its processor time.
+PIP_INSTALL := $(BIN)/python -m pip install --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint docs format bench clean
+.PHONY: help same-python demo test test-all lint docs format bench clean
 
 help:
 	@echo "make demo      train a small GPT-2 with and without offloading: loss, memory, time"
 	@echo "make test      run the tests that take seconds"
 	@echo "make test-all  run all tests"
-	@echo "make lint      ruff and pyright"
+	@echo "make lint      ruff, pyright and import-linter"
 	@echo "make docs      build the site of docs/ into site/; a warning is an error"
 	@echo "make format    let ruff rewrite the sources"
 	@echo "make bench     paired comparison of step time and memory"
-	@echo "make clean     remove .venv, caches and build output"
+	@echo "make clean     remove the environments, caches and build output"
 	@echo "ARGS=... goes to the program behind demo, test, test-all, docs and bench."
+	@echo "PYTHON=python3.12 and TORCH=2.15.0 choose what a new environment is made of."
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "%s is Python %d.%d; ssdtrain-fx needs 3.11 or newer. Name one: make PYTHON=python3.12 ..." % ((sys.executable,) + sys.version_info[:2]))'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
-	-$(BIN)/python -m pip install --constraint constraints.txt --no-deps $(KVIKIO)
+
+# An environment keeps the Python that made it, so another one that is named must not go unnoticed.
+same-python: $(BIN)/pip
+ifneq ($(origin PYTHON),file)
+	@made="$$($(BIN)/python --version)"; named="$$($(PYTHON) --version)"; test "$$made" = "$$named" || \
+	{ echo "$(VENV) was made by $$made, not by $$named. Name another directory: make VENV=.venv-other ..." >&2; exit 1; }
+endif
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt Makefile | same-python
+	$(PIP_INSTALL) torch==$(TORCH) --editable '.[$*]'
+	$(if $(filter test,$*),-$(PIP_INSTALL) --no-deps $(KVIKIO))
 	@touch $@
 
-demo: $(INSTALLED)
+demo: $(VENV)/.installed-demo
 	$(BIN)/ssdtrain-fx demo $(ARGS)
 
-test: $(INSTALLED)
+test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-all: $(INSTALLED)
+test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(INSTALLED)
+lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
 
-docs: $(INSTALLED)
+docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict $(ARGS)
 
-format: $(INSTALLED)
+format: $(VENV)/.installed-lint
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(INSTALLED)
+bench: $(VENV)/.installed-demo
 	$(BIN)/ssdtrain-fx bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis ssdtrain_fx.egg-info
+	rm -rf .venv .venv-* build dist site .pytest_cache .ruff_cache .hypothesis ssdtrain_fx.egg-info
 	find ssdtrain_fx tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

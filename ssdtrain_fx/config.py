@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import torch
 
@@ -37,12 +38,41 @@ UNPLANNED_SHARE = 0.5
 leave tensors in memory. With a larger one, a slow disk could cost twice the allowed slowdown. A guess."""
 
 
+T = TypeVar("T")
+
+
+def _explains_unknown_options(cls: type[T]) -> type[T]:
+    """Let the constructor of a keyword-only dataclass raise a ConfigError where it would raise a TypeError."""
+    generated = cls.__init__
+    valid = [field.name for field in dataclasses.fields(cast(Any, cls))]
+
+    @functools.wraps(generated)
+    def initialise(self: T, *values: object, **options: Any) -> None:
+        if values:
+            raise ConfigError(
+                f"{cls.__name__} takes its options by name, such as {valid[0]}=...; found {values[0]!r} without a name."
+            )
+        for name in options:
+            if name not in valid:
+                near = difflib.get_close_matches(name, valid, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(
+                    f"Unknown option {name!r} for backend 'ssdtrain'.{hint} Valid options: {', '.join(valid)}."
+                )
+        generated(self, **options)
+
+    cls.__init__ = initialise
+    return cls
+
+
+@_explains_unknown_options
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadConfig:
     """Options of the ``ssdtrain`` backend.
 
     Raises:
-        ConfigError: a value has the wrong type or is out of range; the message names the option.
+        ConfigError: an option is unknown (the message lists all of them) or has no name, or a value has the wrong type
+            or is out of range (the message names the option).
     """
 
     ssd_dir: str | Path | Sequence[str | Path] | None = None
@@ -155,16 +185,7 @@ class OffloadConfig:
         Raises:
             ConfigError: an option is unknown (all valid ones are listed) or has a wrong value.
         """
-        options = {} if options is None else dict(options)
-        valid = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
-            if name not in valid:
-                near = difflib.get_close_matches(str(name), valid, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(
-                    f"Unknown option {name!r} for backend 'ssdtrain'.{hint} Valid options: {', '.join(valid)}."
-                )
-        return cls(**options)
+        return cls(**{str(name): value for name, value in (options or {}).items()})
 
     def load_hardware(self, device: str) -> Hardware:
         """The profile to plan with, for tensors on ``device`` (``cpu`` or ``cuda``).

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import configparser
+import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -64,4 +66,60 @@ def test_every_constraint_is_one_exact_version() -> None:
     names = [line.split("==")[0].lower() for line in lines]
     assert all(line.count("==") == 1 and not set(line) & set("@/+ ") for line in lines)
     assert len(names) == len(set(names))
-    assert "torch" in names
+    assert "torch" not in names, "the Makefile's TORCH pins it"
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH", "VENV", "ARGS")}
+    command = ["make", "--no-print-directory", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("target", "extra"),
+    [
+        *[("demo", "demo"), ("bench", "demo"), ("test", "test"), ("test-all", "test")],
+        *[("lint", "lint"), ("format", "lint"), ("docs", "docs")],
+    ],
+)
+def test_a_target_installs_its_own_extra_only(target: str, extra: str, tmp_path: Path) -> None:
+    done = make("--dry-run", f"VENV={tmp_path}", target)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"\.\[(\w+)\]", done.stdout) == [extra]
+    assert ("kvikio" in done.stdout) == (extra == "test")
+    assert f"touch {tmp_path}/.installed-{extra}" in done.stdout
+
+
+def test_another_torch_is_installed_into_a_separate_environment() -> None:
+    assert "torch==2.13.0 " in make("--dry-run", "--always-make", "test").stdout
+    done = make("--dry-run", "TORCH=2.15.0", "test").stdout
+    assert ".venv-torch-2.15.0/bin/python -m pip install " in done
+    assert " torch==2.15.0 --editable '.[test]'" in done
+
+
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_python_that_is_too_old_is_named(tmp_path: Path) -> None:
+    code = "import sys; sys.version_info = (3, 10, 9); exec(sys.argv[1])"
+    old = program(tmp_path / "old", f"""exec '{sys.executable}' -c '{code}' "$2\"""")
+    done = make(f"PYTHON={old}", f"VENV={tmp_path / 'venv'}", "demo")
+    assert done.returncode != 0
+    assert "is Python 3.10; ssdtrain-fx needs 3.11 or newer. Name one: make PYTHON=python3.12 ..." in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_named_python_other_than_that_of_the_environment_is_refused(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    program(venv / "bin" / "pip", "")
+    program(venv / "bin" / "python", "echo Python 3.11.7")
+    other = program(tmp_path / "other", "echo Python 3.13.0")
+    done = make(f"PYTHON={other}", f"VENV={venv}", "same-python")
+    assert done.returncode != 0
+    assert f"{venv} was made by Python 3.11.7, not by Python 3.13.0. Name another directory" in done.stderr
+    assert make(f"PYTHON={venv / 'bin' / 'python'}", f"VENV={venv}", "same-python").returncode == 0
+    assert make(f"VENV={venv}", "same-python").returncode == 0

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Literal, cast, get_args
 
 import typer
-from rich.progress import Progress
 
 from ssdtrain_fx.cli.common import (
     EXIT_DIFFERENT,
@@ -16,15 +15,14 @@ from ssdtrain_fx.cli.common import (
     DeviceOption,
     JsonTarget,
     SsdDirOption,
+    StepProgress,
     parse_options,
-    progress_columns,
 )
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.runtime.storage.directory import check_directories
-from ssdtrain_fx.studies.bench import BASE, count_steps, find_base, measure, render_table, to_json
-from ssdtrain_fx.studies.measure import Run, Step, Variant, WorkerError, choose_device
+from ssdtrain_fx.studies.bench import BASE, find_base, measure, plan, render_table, to_json
+from ssdtrain_fx.studies.measure import Run, Variant, WorkerError, choose_device
 from ssdtrain_fx.studies.zoo import MODELS
-from ssdtrain_fx.units import format_bytes
 
 VARIANTS = tuple(name for name in get_args(Variant) if name != "budget")
 """Without the one that is a family: it takes a budget, which `benchmarks/rivals.py` sweeps."""
@@ -100,22 +98,13 @@ def bench(
         by_layer: tuple[Variant, ...] = (BASE, "ssdtrain")
         runs += [dataclasses.replace(run, variant=variant, regional=True) for variant in by_layer]
 
-    with Progress(*progress_columns(), console=console) as progress:
-        bar = progress.add_task("compiling", total=count_steps(runs, steps))
-
-        def on_step(run: Run, step: Step) -> None:
-            memory = f"  peak {format_bytes(step.peak_bytes)}" if run.measure == "memory" else ""
-            line = f"{run.measure:6} step {step.index}  {run.title:20} {step.duration_ms:9,.1f} ms"
-            progress.console.print(f"{line}  loss {step.loss:.6f}{memory}", style="dim", highlight=False)
-            progress.update(bar, description=f"{run.measure}, {run.title}", advance=1)
-
-        try:
-            results = measure(runs, steps=steps, on_step=on_step)
-        except WorkerError as error:
-            progress.stop()
-            console.print("[bold red]A run failed.[/]")
-            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(EXIT_FAILED) from error
+    try:
+        with StepProgress(console, plan(runs, steps)) as progress:
+            results = measure(runs, steps=steps, on_step=progress.step_done)
+    except WorkerError as error:
+        console.print("[bold red]A run failed.[/]")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_FAILED) from error
 
     console.print(render_table(results))
     target.write(json.dumps(to_json(results, directories), indent=2))

@@ -5,21 +5,30 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    Progress,
     ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
 )
 
+from ssdtrain_fx.studies.measure import Run, Step, Turn
+from ssdtrain_fx.units import format_bytes
+
+PHASES = {
+    "time": "Step time is measured first. The processes take turns, so that other load slows all of them alike.",
+    "memory": "Memory is measured now, in new processes: measuring it makes a step longer.",
+}
 EXIT_DIFFERENT = 1
 EXIT_PROBLEM = 1
 EXIT_FAILED = 3
@@ -51,6 +60,71 @@ def progress_columns() -> tuple[ProgressColumn, ...]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
+
+
+class StepProgress:
+    """Prints a line for every step that has ended, with what comes next and how long that may take.
+
+    On a terminal there is a bar below these lines as well. Elsewhere (a log, a pipe) only the lines are written, each
+    of them at once.
+    """
+
+    def __init__(self, console: Console, turns: Sequence[Turn]) -> None:
+        self._turns = turns
+        self._done = 0
+        self._seconds: dict[tuple[str, bool], float] = {}
+        self._since_s = time.monotonic()
+        self._progress = Progress(*progress_columns(), console=console, disable=not console.is_terminal)
+        self._bar = self._progress.add_task("", total=len(turns))
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        self._announce_next()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def step_done(self, run: Run, step: Step) -> None:
+        now_s = time.monotonic()
+        self._seconds[run.measure, step.index == 0] = now_s - self._since_s
+        self._since_s = now_s
+        peak = f", peak {format_bytes(step.peak_bytes)}" if run.measure == "memory" else ""
+        result = f"{_step_title(self._turns[self._done])}: {step.duration_ms:,.0f} ms, loss {step.loss:.6f}{peak}."
+        self._done += 1
+        self._announce_next(result)
+
+    def _announce_next(self, result: str = "") -> None:
+        line = f"[{self._done}/{len(self._turns)}] {result}"
+        self._progress.update(self._bar, completed=self._done)
+        if self._done == len(self._turns):
+            self._print(line)
+            return
+        turn = self._turns[self._done]
+        following = f"{_step_title(turn)}, {self._expected(turn)}"
+        self._progress.update(self._bar, description=following)
+        if self._done == 0 or turn.run.measure != self._turns[self._done - 1].run.measure:
+            if result:
+                self._print(line)
+            line = PHASES[turn.run.measure]
+        self._print(f"{line} Next: {following}.")
+
+    def _print(self, line: str) -> None:
+        self._progress.console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    def _expected(self, turn: Turn) -> str:
+        """How long a step may take: as long as the latest step of its kind."""
+        first = turn.index == 0
+        if (seconds := self._seconds.get((turn.run.measure, first))) is not None:
+            return f"about {seconds:.0f} s"
+        if (seconds := self._seconds.get(("time", first))) is not None:
+            return f"at most about {seconds:.0f} s" if first else f"about {seconds:.0f} s"
+        return "which compiles: about a minute" if first else "some seconds"
+
+
+def _step_title(turn: Turn) -> str:
+    measured = "step time" if turn.run.measure == "time" else "memory"
+    return f"{measured}, {turn.run.title}, step {turn.index + 1} of {turn.steps}"
 
 
 class JsonTarget:

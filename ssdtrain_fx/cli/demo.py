@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import Progress
 
-from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, DeviceOption, JsonTarget, progress_columns
+from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, DeviceOption, JsonTarget, StepProgress
 from ssdtrain_fx.studies import demo as demonstration
-from ssdtrain_fx.studies.measure import Step, Variant, WorkerError, choose_device
+from ssdtrain_fx.studies.measure import Variant, WorkerError, choose_device
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=2, help="Training steps of each run; the first one compiles.")] = 6,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps of each run; the first one compiles.")] = 10,
     layers: Annotated[int | None, typer.Option(min=1, help="Default: fits the machine.")] = None,
     hidden: Annotated[int | None, typer.Option(min=64, help="A multiple of 64. Default: fits the machine.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Default: fits the machine.")] = None,
@@ -62,21 +61,14 @@ def demo(
     if max_slowdown is not None:
         run = dataclasses.replace(run, options={**run.options, "max_slowdown": max_slowdown})
 
-    with Progress(*progress_columns(), console=console) as progress:
-        bar = progress.add_task("", total=demonstration.count_steps(steps))
-
-        def on_step(description: str, step: Step | None) -> None:
-            if step is not None:
-                description += f", loss {step.loss:.4f}"
-            progress.update(bar, description=description, advance=0 if step is None else 1)
-
-        try:
-            comparison = demonstration.compare(run, steps=steps, offloading=backend, on_step=on_step)
-        except WorkerError as error:
-            progress.stop()
-            console.print("[bold red]A run failed.[/]")
-            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(EXIT_FAILED) from error
+    console.print(demonstration.describe(run, steps=steps, offloading=backend), highlight=False, soft_wrap=True)
+    try:
+        with StepProgress(console, demonstration.plan(run, steps=steps, offloading=backend)) as progress:
+            comparison = demonstration.compare(run, steps=steps, offloading=backend, on_step=progress.step_done)
+    except WorkerError as error:
+        console.print("[bold red]A run failed.[/]")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_FAILED) from error
 
     console.print(demonstration.render_table(comparison))
     demonstration.draw_memory(comparison, png_path)
@@ -84,4 +76,7 @@ def demo(
     target.write(json.dumps(demonstration.to_json(comparison), indent=2))
     if not comparison.equal:
         console.print("[bold red]The runs do not agree to the bit.[/]")
+        for difference in comparison.differences:
+            console.print(str(difference), markup=False, highlight=False, soft_wrap=True)
+        console.print("The steps after a difference start from other weights, so they differ too.", soft_wrap=True)
         raise typer.Exit(EXIT_DIFFERENT)

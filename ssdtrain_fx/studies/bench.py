@@ -27,12 +27,14 @@ from ssdtrain_fx.studies.measure import (
     CONFIDENCE,
     Run,
     Step,
+    Turn,
     Variant,
     Worker,
     median_ms,
     median_ratio,
-    median_ratio_interval,
+    plan_turns,
     take_turns,
+    time_ratio,
 )
 from ssdtrain_fx.units import format_bytes
 
@@ -63,6 +65,14 @@ class Result:
 def count_steps(runs: Sequence[Run], steps: int) -> int:
     """Steps that :func:`measure` makes altogether, for a progress bar."""
     return len(runs) * (steps + MEMORY_STEPS)
+
+
+def plan(runs: Sequence[Run], steps: int) -> list[Turn]:
+    """The steps that :func:`measure` makes, in their order."""
+    turns = plan_turns(runs, steps)
+    for run in runs:
+        turns += plan_turns([_sampling(run)], MEMORY_STEPS)
+    return turns
 
 
 def measure(runs: Sequence[Run], *, steps: int, on_step: Callable[[Run, Step], None]) -> list[Result]:
@@ -109,12 +119,12 @@ def render_table(results: Sequence[Result]) -> Table:
 
     add_row("step time (median)", lambda result: f"{median_ms(result.timed):,.1f} ms")
     add_row(
-        f"ratio to {base.run.variant}",
+        f"ratio to {base.run.variant}, pair by pair",
         lambda result: f"{median_ratio(result.timed, base.timed):.3f}",
     )
     add_row(
         f"{CONFIDENCE:.0%} sure",
-        lambda result: format_interval(None if result is base else median_ratio_interval(result.timed, base.timed)),
+        lambda result: format_interval(None if result is base else time_ratio(result.timed, base.timed).interval),
         end_section=True,
     )
     add_row("peak memory of a step", lambda result: format_bytes(result.peak_bytes))
@@ -138,6 +148,8 @@ def render_table(results: Sequence[Result]) -> Table:
     add_row("waiting for the SSD", lambda result: f"{1e3 * _last(result).stall_s:,.1f} ms")
     add_row("path to the SSD", lambda result: _last(result).io_path, end_section=True)
     add_row("losses, gradients", lambda result: _bits(result, find_base(result, results)))
+    doubts = ((result.run.title, _doubt(result, base)) for result in results)
+    table.caption = "\n".join(f"{title}: {doubt}" for title, doubt in doubts if doubt)
     return table
 
 
@@ -149,6 +161,10 @@ def find_base(result: Result, results: Sequence[Result]) -> Result:
 def format_interval(interval: tuple[float, float] | None) -> str:
     """As ``0.980 to 1.020``; ``-`` where there is none."""
     return "-" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+
+
+def _doubt(result: Result, base: Result) -> str:
+    return "" if result is base else time_ratio(result.timed, base.timed).doubt
 
 
 def _last(result: Result) -> Statistics:
@@ -181,7 +197,8 @@ def to_json(results: Sequence[Result], directories: Sequence[str]) -> dict[str, 
                 "run": dataclasses.asdict(result.run),
                 "median_step_ms": median_ms(result.timed),
                 "step_time_ratio": median_ratio(result.timed, base.timed),
-                "step_time_ratio_interval": median_ratio_interval(result.timed, base.timed),
+                "step_time_ratio_interval": time_ratio(result.timed, base.timed).interval,
+                "step_time_doubt": _doubt(result, base),
                 "peak_bytes": result.peak_bytes,
                 "peak_ratio": result.peak_bytes / max(1, base.peak_bytes),
                 "process_bytes_before_step": result.sampled[-1].start_bytes,
@@ -189,7 +206,7 @@ def to_json(results: Sequence[Result], directories: Sequence[str]) -> dict[str, 
                 "step_ms": [step.duration_ms for step in result.timed],
                 "page_faults": [step.page_faults for step in result.timed],
                 "losses_hex": [step.loss_hex for step in result.timed],
-                "gradients_sha256": [step.gradients for step in result.timed],
+                "gradients_sha256": [step.gradients_digest for step in result.timed],
                 "statistics_last_step": dataclasses.asdict(result.timed[-1].statistics),
             }
             for result in results
@@ -198,8 +215,12 @@ def to_json(results: Sequence[Result], directories: Sequence[str]) -> dict[str, 
 
 
 def _sample(run: Run, on_step: Callable[[Run, Step], None]) -> list[Step]:
-    (steps,) = _in_turns([dataclasses.replace(run, measure="memory")], MEMORY_STEPS, on_step)
+    (steps,) = _in_turns([_sampling(run)], MEMORY_STEPS, on_step)
     return steps
+
+
+def _sampling(run: Run) -> Run:
+    return dataclasses.replace(run, measure="memory")
 
 
 def _in_turns(runs: Sequence[Run], steps: int, on_step: Callable[[Run, Step], None]) -> list[list[Step]]:

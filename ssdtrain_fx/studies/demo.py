@@ -2,13 +2,15 @@
 
 Each of the two is trained in two fresh processes: one measures time, the other memory. All four see the same weights
 and the same batches, so the losses of every step and all gradients must agree to the bit. The two that measure time
-take turns, step by step; those that measure memory run one after the other.
+take turns, step by step, and after them the two that measure memory do. After each pair of steps the results are
+compared while both processes still hold them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,24 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ssdtrain_fx.studies.measure import Run, Step, Variant, Worker, median_ms, median_ratio, take_turns
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.studies.measure import (
+    CONFIDENCE,
+    Difference,
+    Run,
+    Step,
+    TimeRatio,
+    Turn,
+    Variant,
+    Worker,
+    digest_of,
+    find_difference,
+    format_change,
+    median_ms,
+    plan_turns,
+    rounds,
+    time_ratio,
+)
 from ssdtrain_fx.units import format_bytes
 
 MEMORY_STEPS = 3
@@ -41,6 +60,11 @@ class Trained:
         return self._highest.start_bytes + self._highest.peak_bytes
 
     @property
+    def gradients_digest(self) -> str:
+        """One SHA-256 for all gradients of all steps of both processes."""
+        return digest_of(step.gradients_digest for step in (*self.timed, *self.sampled))
+
+    @property
     def course(self) -> list[tuple[float, int]]:
         return self.sampled[-1].samples
 
@@ -56,6 +80,13 @@ class Comparison:
     run: Run
     plain: Trained
     offloaded: Trained
+    differences: list[Difference]
+    """The first difference of the timed runs and that of the sampled runs, where there is one."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether every loss and every gradient of every step agrees to the bit."""
+        return not self.differences
 
     @property
     def losses_equal(self) -> list[bool]:
@@ -64,14 +95,11 @@ class Comparison:
 
     @property
     def gradients_equal(self) -> bool:
-        """All gradients of all steps, in the runs that measured time and in those that measured memory."""
-        pairs = [*zip(self.plain.timed, self.offloaded.timed, strict=True)]
-        pairs += zip(self.plain.sampled, self.offloaded.sampled, strict=True)
-        return all(a.gradients == b.gradients for a, b in pairs)
+        return self.plain.gradients_digest == self.offloaded.gradients_digest
 
     @property
-    def equal(self) -> bool:
-        return all(self.losses_equal) and self.gradients_equal
+    def time_ratio(self) -> TimeRatio:
+        return time_ratio(self.offloaded.timed, self.plain.timed)
 
 
 def default_run(device: str) -> Run:
@@ -83,43 +111,72 @@ def default_run(device: str) -> Run:
         roomy = torch.cuda.mem_get_info()[0] > 20 << 30
         return dataclasses.replace(run, hidden=768, sequence=1024, batch=16 if roomy else 4)
     roomy = _available_memory_bytes() > 8 << 30 and (os.cpu_count() or 1) > 1
-    return dataclasses.replace(run, hidden=384, sequence=512, batch=8 if roomy else 2)
+    return dataclasses.replace(run, layers=4, hidden=384, sequence=512, batch=8 if roomy else 2)
 
 
-def count_steps(steps: int) -> int:
-    """Steps of all four runs together, for a progress bar."""
-    return 2 * (steps + MEMORY_STEPS)
+def describe(run: Run, *, steps: int, offloading: Variant) -> str:
+    """What `compare` is going to do, for people."""
+    return (
+        f"{_title(run)}. It is trained with plain Inductor and with {offloading}, each in a separate process: {steps} "
+        f"steps in turns to measure time, then {MEMORY_STEPS} steps in turns to measure memory. This takes a few "
+        "minutes; the first step of each process compiles."
+    )
 
 
-def compare(
-    run: Run, *, steps: int, offloading: Variant = "ssdtrain", on_step: Callable[[str, Step | None], None]
-) -> Comparison:
+def plan(run: Run, *, steps: int, offloading: Variant) -> list[Turn]:
+    """The steps that `compare` is going to make, in their order."""
+    return [turn for runs, count in _pairs(run, steps, offloading) for turn in plan_turns(runs, count)]
+
+
+def compare(run: Run, *, steps: int, offloading: Variant, on_step: Callable[[Run, Step], None]) -> Comparison:
     """Train `run` without and with offloading.
-
-    `on_step` is called with a line for people when processes start (step: None) and after each of their steps.
 
     Raises:
         WorkerError: a process failed.
     """
+    with tempfile.TemporaryDirectory() as directory:
+        planned_run = _with_one_profile(run, Path(directory)) if offloading == "ssdtrain" else run
+        return _compare(run, _pairs(planned_run, steps, offloading), on_step)
 
-    plain_run, offloaded_run = (dataclasses.replace(run, variant=variant) for variant in ("inductor", offloading))
-    # Time first: the memory runs then find the compiled graphs in Inductor's cache.
-    on_step("step time (compiling)", None)
-    with Worker(plain_run) as plain, Worker(offloaded_run) as offloaded:
-        timed = take_turns(
-            [plain, offloaded], lambda worker, step: on_step(f"step time, {worker.run.variant}", step), steps=steps
-        )
-    sampled: list[list[Step]] = []
-    for one in (plain_run, offloaded_run):
-        title = f"memory, {one.variant}"
-        on_step(title, None)
-        with Worker(dataclasses.replace(one, measure="memory")) as worker:
-            sampled += take_turns([worker], lambda _, step, title=title: on_step(title, step), steps=MEMORY_STEPS)
+
+def _with_one_profile(run: Run, directory: Path) -> Run:
+    """`run` with a hardware profile from a file, so that both of its processes make the same plan, and the second one
+    finds compiled code. A busy machine is measured anew in each process otherwise."""
+    path = directory / "hardware.json"
+    path.write_text(OffloadConfig.from_options(run.options).load_hardware(run.device).to_json())
+    return dataclasses.replace(run, options={**run.options, "hardware": str(path)})
+
+
+def _compare(
+    run: Run, pairs: Sequence[tuple[tuple[Run, Run], int]], on_step: Callable[[Run, Step], None]
+) -> Comparison:
+    differences: list[Difference] = []
+    trained: list[list[list[Step]]] = []
+    for (plain_run, offloaded_run), count in pairs:
+        difference: Difference | None = None
+        done: list[tuple[Step, ...]] = []
+        with Worker(plain_run) as plain, Worker(offloaded_run) as offloaded:
+            for pair in rounds([plain, offloaded], lambda worker, step: on_step(worker.run, step), steps=count):
+                done.append(pair)
+                base_step, step = pair
+                difference = difference or find_difference(offloaded, plain, step, base_step)
+        differences += [difference] if difference else []
+        trained.append([list(its_steps) for its_steps in zip(*done, strict=True)])
+    timed, sampled = trained
     return Comparison(
         run=run,
-        plain=Trained(variant=plain_run.variant, timed=timed[0], sampled=sampled[0]),
-        offloaded=Trained(variant=offloaded_run.variant, timed=timed[1], sampled=sampled[1]),
+        plain=Trained(variant=pairs[0][0][0].variant, timed=timed[0], sampled=sampled[0]),
+        offloaded=Trained(variant=pairs[0][0][1].variant, timed=timed[1], sampled=sampled[1]),
+        differences=differences,
     )
+
+
+def _pairs(run: Run, steps: int, offloading: Variant) -> list[tuple[tuple[Run, Run], int]]:
+    """The two runs that take turns, and how many steps they make. First those that measure time: those that measure
+    memory then find the compiled graphs in Inductor's cache."""
+    plain, offloaded = (dataclasses.replace(run, variant=variant) for variant in ("inductor", offloading))
+    sampled = (dataclasses.replace(plain, measure="memory"), dataclasses.replace(offloaded, measure="memory"))
+    return [((plain, offloaded), steps), (sampled, MEMORY_STEPS)]
 
 
 def render_table(comparison: Comparison) -> Table:
@@ -134,8 +191,8 @@ def render_table(comparison: Comparison) -> Table:
         table.add_row(f"loss, step {a.index + 1}", f"{a.loss:.7f}", f"{b.loss:.7f}", _equal(same))
     table.add_row(
         "all gradients, SHA-256",
-        plain.timed[-1].gradients[:12],
-        offloaded.timed[-1].gradients[:12],
+        plain.gradients_digest[:12],
+        offloaded.gradients_digest[:12],
         _equal(comparison.gradients_equal),
         end_section=True,
     )
@@ -148,7 +205,9 @@ def render_table(comparison: Comparison) -> Table:
         "",
     )
     # Where other programs run, this tells more than the two medians: each pair of steps met the same conditions.
-    table.add_row("change pair by pair (median)", "", "", f"{median_ratio(offloaded.timed, plain.timed) - 1:+.1%}")
+    ratio = comparison.time_ratio
+    table.add_row("change pair by pair (median)", "", "", f"{ratio.median - 1:+.1%}")
+    table.add_row(f"  {CONFIDENCE:.0%} sure", "", "-" if ratio.interval is None else format_change(ratio.interval), "")
     allowed = comparison.run.options.get("max_slowdown")
     if allowed is not None:
         table.add_row("allowed (max_slowdown)", "", "", f"{allowed:+.1%}")
@@ -157,6 +216,7 @@ def render_table(comparison: Comparison) -> Table:
     table.add_row("written to SSD, last step", "", format_bytes(last.bytes_written), "")
     table.add_row("read from SSD, last step", "", format_bytes(last.bytes_read), "")
     table.add_row("path to the SSD", "", last.io_path, "")
+    table.caption = ratio.doubt
     return table
 
 
@@ -193,7 +253,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             "variant": value.variant,
             "losses": [step.loss for step in value.timed],
             "losses_hex": [step.loss_hex for step in value.timed],
-            "gradients_sha256": [step.gradients for step in value.timed],
+            "gradients_sha256": [step.gradients_digest for step in value.timed],
             "step_ms": [step.duration_ms for step in value.timed],
             "median_step_ms": median_ms(value.timed),
             "peak_bytes": value.peak_bytes,
@@ -206,7 +266,10 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "equal": comparison.equal,
         "losses_equal": comparison.losses_equal,
         "gradients_equal": comparison.gradients_equal,
-        "step_time_ratio": median_ratio(comparison.offloaded.timed, comparison.plain.timed),
+        "differences": [dataclasses.asdict(difference) for difference in comparison.differences],
+        "step_time_ratio": comparison.time_ratio.median,
+        "step_time_ratio_interval": comparison.time_ratio.interval,
+        "step_time_doubt": comparison.time_ratio.doubt,
         "run": dataclasses.asdict(comparison.run),
         "plain": trained(comparison.plain),
         "offloaded": trained(comparison.offloaded),

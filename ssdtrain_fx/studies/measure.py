@@ -2,7 +2,7 @@
 
     with Worker(Run(model="gpt2", variant="ssdtrain", measure="memory")) as worker:
         step = worker.step()            # blocks; the worker idles between steps, so two can take turns
-        step.loss, step.gradients, step.peak_bytes, step.duration_ms
+        step.loss, step.gradients_digest, step.peak_bytes, step.duration_ms
 
 Guarantees:
 
@@ -31,9 +31,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, Self, cast
+from typing import IO, Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +59,17 @@ LAYER_CLASSES = frozenset(
 )
 """What counts as one layer in the models of `ssdtrain_fx.studies.zoo`."""
 CONFIDENCE = 0.95
+CLEAR_WIDTH = 0.1
+"""Largest span of what the pairs and the medians say about a ratio of step times that still allows a conclusion. A
+guess."""
 SAMPLE_INTERVAL_S = 0.002
 RETURN_FREED_MEMORY_AT_BYTES = 64 << 10
 STATUS = Path("/proc/self/status")
 STATM = Path("/proc/self/statm")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK_RSS = "5"
+SHOWN_PARAMETERS = 5
+"""How many parameters the text of a `Difference` names."""
 
 
 class WorkerError(RuntimeError):
@@ -113,8 +118,8 @@ class Step:
     index: int
     loss_hex: str
     """`float.hex` of the loss: equal text, equal bits."""
-    gradients: str
-    """SHA-256 of all gradients, in the order of the parameters."""
+    gradients: dict[str, str]
+    """SHA-256 of the gradient of each parameter, in the order of the parameters."""
     duration_ms: float
     start_bytes: int
     """Memory in use before forward: parameters, optimizer state, what the process keeps. 0 when time is measured.
@@ -135,16 +140,102 @@ class Step:
     def loss(self) -> float:
         return float.fromhex(self.loss_hex)
 
+    @property
+    def gradients_digest(self) -> str:
+        """One SHA-256 for all gradients."""
+        return digest_of(self.gradients.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """A step that a worker is going to make."""
+
+    run: Run
+    index: int
+    steps: int
+    """Steps that this worker makes altogether."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TimeRatio:
+    """Step time relative to that of a base run. They took turns: each pair of steps met the same conditions."""
+
+    median: float
+    """Median over the pairs."""
+    interval: tuple[float, float] | None
+    """Where the true median lies, at CONFIDENCE; None where the pairs are too few to say."""
+    of_medians: float
+    """Ratio of the two median step times. Other programs that run for a part of the time can distort it."""
+
+    @property
+    def doubt(self) -> str:
+        """Why these figures are not a result, as a sentence; empty where they are one."""
+        if self.interval is None:
+            return f"Too few pairs of steps to be {CONFIDENCE:.0%} sure of any change in step time: take more steps."
+        said = (*self.interval, self.of_medians)
+        if max(said) - min(said) <= CLEAR_WIDTH:
+            return ""
+        return (
+            "The machine was too noisy to tell the change in step time: pair by pair it is "
+            f"{format_change(self.interval)} ({CONFIDENCE:.0%} sure), by the medians {self.of_medians - 1:+.1%}. "
+            "Run it again on an idle machine, or take more steps."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Distance:
+    """How far two tensors are apart."""
+
+    absolute: float
+    """Largest difference of two elements."""
+    relative: float
+    """Largest difference of two elements, relative to the larger of them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """The first step in which a run does not agree with its base run to the bit."""
+
+    run: Run
+    step: int
+    loss: float
+    base_loss: float
+    parameters: int
+    """How many parameters the model has."""
+    gradients: dict[str, Distance]
+    """Every parameter whose gradient differs, the largest absolute difference first."""
+
+    def __str__(self) -> str:
+        where = "timed run" if self.run.measure == "time" else "run sampled for memory"
+        losses = (
+            f"The losses are both {self.loss!r}."
+            if self.loss == self.base_loss
+            else f"The losses are {self.base_loss!r} and {self.loss!r}."
+        )
+        lines = [
+            f"First difference of {self.run.title} in the {where}: step {self.step + 1}. {losses}",
+            f"The gradients of {len(self.gradients)} of {self.parameters} parameters differ"
+            + (". Largest differences, absolute and relative:" if self.gradients else "."),
+        ]
+        shown = list(self.gradients.items())[:SHOWN_PARAMETERS]
+        lines += [f"  {name}: {apart.absolute:.3g}, {apart.relative:.3g}" for name, apart in shown]
+        if len(self.gradients) > len(shown):
+            lines.append(f"  and {len(self.gradients) - len(shown)} more")
+        return "\n".join(lines)
+
 
 class Worker:
     """A process that holds one `Run` and does one step per call of `step`."""
+
+    program: ClassVar[tuple[str, ...]] = ("-m", "ssdtrain_fx.studies.measure")
+    """Arguments of Python that start a process. Tests put a faulty one here."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.steps_done = 0
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed in close()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ssdtrain_fx.studies.measure", json.dumps(dataclasses.asdict(run))],
+            [sys.executable, *self.program, json.dumps(dataclasses.asdict(run))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -161,6 +252,12 @@ class Worker:
         self.steps_done += 1
         samples = [(float(ms), int(size)) for ms, size in reply.pop("samples")]
         return Step(samples=samples, statistics=Statistics(**reply.pop("statistics")), **reply)
+
+    def gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The gradients of the last step, for the parameters of these names."""
+        with tempfile.NamedTemporaryFile() as file:
+            self._request({"gradients": list(names), "path": file.name})
+            return torch.load(file.name, weights_only=True)
 
     def close(self) -> None:
         """End the process; it leaves by itself when its input ends."""
@@ -209,14 +306,73 @@ class Worker:
         return f"The worker for {self.run.title!r} ({self.run.measure}) {how}. It wrote:\n{written}"
 
 
-def take_turns(workers: Sequence[Worker], on_step: Callable[[Worker, Step], None], *, steps: int) -> list[list[Step]]:
-    """The steps of every worker, made A B A B: what else the machine does then slows all of them alike."""
-    done: list[list[Step]] = [[] for _ in workers]
+def plan_turns(runs: Sequence[Run], steps: int) -> list[Turn]:
+    """The order of the steps that `take_turns` and `rounds` make: A B A B."""
+    return [Turn(run=run, index=index, steps=steps) for index in range(steps) for run in runs]
+
+
+def rounds(
+    workers: Sequence[Worker], on_step: Callable[[Worker, Step], None], *, steps: int
+) -> Generator[tuple[Step, ...]]:
+    """One step of every worker after the other, `steps` times: other load on the machine slows all of them alike."""
     for _ in range(steps):
-        for worker, its_steps in zip(workers, done, strict=True):
-            its_steps.append(worker.step())
-            on_step(worker, its_steps[-1])
-    return done
+        done: list[Step] = []
+        for worker in workers:
+            done.append(worker.step())
+            on_step(worker, done[-1])
+        yield tuple(done)
+
+
+def take_turns(workers: Sequence[Worker], on_step: Callable[[Worker, Step], None], *, steps: int) -> list[list[Step]]:
+    """The steps of every worker, made in `rounds`."""
+    return [list(its_steps) for its_steps in zip(*rounds(workers, on_step, steps=steps), strict=True)]
+
+
+def find_difference(worker: Worker, base: Worker, step: Step, base_step: Step) -> Difference | None:
+    """Where the last steps of two workers differ; None where loss and gradients are equal to the bit."""
+    names = [name for name, digest in step.gradients.items() if digest != base_step.gradients[name]]
+    if not names and step.loss_hex == base_step.loss_hex:
+        return None
+    ours, theirs = worker.gradients(names), base.gradients(names)
+    apart = {name: _distance(ours[name], theirs[name]) for name in names}
+    return Difference(
+        run=worker.run,
+        step=step.index,
+        loss=step.loss,
+        base_loss=base_step.loss,
+        parameters=len(step.gradients),
+        gradients=dict(sorted(apart.items(), key=lambda item: _nan_first(item[1].absolute))),
+    )
+
+
+def _distance(found: Tensor, base: Tensor) -> Distance:
+    ours, theirs = found.double(), base.double()
+    apart = (ours - theirs).abs()
+    relative = torch.where(apart == 0, apart, apart / torch.maximum(ours.abs(), theirs.abs()))
+    return Distance(absolute=float(apart.max()), relative=float(relative.max()))
+
+
+def _nan_first(value: float) -> float:
+    return -math.inf if math.isnan(value) else -value
+
+
+def digest_of(digests: Iterable[str]) -> str:
+    """One SHA-256 for several."""
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def time_ratio(steps: Sequence[Step], base: Sequence[Step]) -> TimeRatio:
+    """How step times relate; the first pair compiles and does not count."""
+    return TimeRatio(
+        median=median_ratio(steps, base),
+        interval=median_ratio_interval(steps, base),
+        of_medians=median_ms(steps) / median_ms(base),
+    )
+
+
+def format_change(interval: tuple[float, float]) -> str:
+    """An interval of a ratio as changes: ``-1.0% to +2.0%``."""
+    return " to ".join(f"{ratio - 1:+.1%}" for ratio in interval)
 
 
 def median_ratio(steps: Sequence[Step], base: Sequence[Step]) -> float:
@@ -326,7 +482,7 @@ class _Trainer:
         return Step(
             index=index,
             loss_hex=float(loss.item()).hex(),
-            gradients=self._hash_gradients(),
+            gradients=self._digests(),
             duration_ms=1e3 * duration_s,
             start_bytes=probe.start_bytes if probe else 0,
             peak_bytes=probe.peak_bytes if probe else 0,
@@ -345,14 +501,24 @@ class _Trainer:
     def _statistics(self) -> Statistics:
         return ssdtrain_fx.statistics() if self._run.variant == "ssdtrain" else Statistics()
 
-    def _hash_gradients(self) -> str:
-        digest = hashlib.sha256()
+    def save_gradients(self, names: Sequence[str], path: str) -> dict[str, Any]:
+        torch.save({name: self._gradients()[name].cpu() for name in names}, path)
+        return {}
+
+    def _gradients(self) -> dict[str, Tensor]:
+        gradients: dict[str, Tensor] = {}
         for name, parameter in self._module.named_parameters():
             if parameter.grad is None:
                 raise RuntimeError(f"Parameter {name} has no gradient.")
-            raw = parameter.grad.detach().cpu().contiguous().flatten().view(torch.uint8)
-            digest.update(cast(Any, raw.numpy()))
-        return digest.hexdigest()
+            gradients[name] = parameter.grad.detach()
+        return gradients
+
+    def _digests(self) -> dict[str, str]:
+        digests: dict[str, str] = {}
+        for name, gradient in self._gradients().items():
+            raw = gradient.cpu().contiguous().flatten().view(torch.uint8)
+            digests[name] = hashlib.sha256(cast(Any, raw.numpy())).hexdigest()
+        return digests
 
 
 class _MemoryProbe:
@@ -479,10 +645,18 @@ def serve(run: Run) -> None:
     with _replies_to_stdout() as replies:
         trainer = _Trainer(run)
         for line in sys.stdin:
-            request = json.loads(line)
-            reply = dataclasses.asdict(trainer.step(request["step"])) if "step" in request else trainer.describe()
-            replies.write(json.dumps(reply) + "\n")
+            replies.write(json.dumps(_reply(trainer, json.loads(line))) + "\n")
             replies.flush()
+
+
+def _reply(trainer: _Trainer, request: dict[str, Any]) -> dict[str, Any]:
+    match request:
+        case {"step": index}:
+            return dataclasses.asdict(trainer.step(index))
+        case {"gradients": names, "path": path}:
+            return trainer.save_gradients(names, path)
+        case _:
+            return trainer.describe()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 import logging
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +76,33 @@ def test_a_wrong_value_names_the_option_and_what_was_expected(name: str, value: 
     assert expected in str(caught.value)
 
 
-def test_the_configuration_is_frozen_and_keyword_only() -> None:
-    with pytest.raises(TypeError):
+def test_the_constructor_names_an_unknown_option_as_the_dictionary_does() -> None:
+    with pytest.raises(ConfigError) as by_name:
+        OffloadConfig(max_slowdon=0.1)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ConfigError) as by_dictionary:
+        OffloadConfig.from_options({"max_slowdon": 0.1})
+    assert "Unknown option 'max_slowdon' for backend 'ssdtrain'. Did you mean 'max_slowdown'?" in str(by_name.value)
+    assert str(by_name.value) == str(by_dictionary.value)
+    with pytest.raises(ConfigError, match="Unknown option '1' for"):
+        OffloadConfig.from_options({1: 0.1})  # pyright: ignore[reportArgumentType]
+
+
+def test_an_option_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"takes its options by name, such as ssd_dir=\.\.\.; found '/tmp' without"):
         OffloadConfig("/tmp")  # pyright: ignore[reportCallIssue]
+
+
+def test_the_configuration_is_a_plain_dataclass_otherwise() -> None:
+    config = OffloadConfig(max_slowdown=0.1, ssd_dir="/tmp")
+    assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
+    assert dataclasses.replace(config, max_slowdown=0.01) == OffloadConfig(ssd_dir="/tmp")
+    assert repr(config).startswith("OffloadConfig(ssd_dir='/tmp', inner='inductor', ")
+    assert list(inspect.signature(OffloadConfig).parameters) == OPTIONS
+    with pytest.raises(ConfigError, match="Did you mean 'policy'"):
+        dataclasses.replace(config, polizy="all")  # pyright: ignore[reportCallIssue]
+
+
+def test_the_configuration_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         OffloadConfig().policy = "all"  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from ssdtrain_fx.cli import app
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.studies import bench
-from ssdtrain_fx.studies.measure import Run, Step, WorkerError, median_ratio_interval
+from ssdtrain_fx.studies.measure import Run, Step, TimeRatio, WorkerError, median_ratio_interval, time_ratio
 
 DURATION_MS = {"inductor": 100.0, "ssdtrain": 105.0, "checkpoint": 130.0}
 PEAK_BYTES = {"inductor": 1000, "ssdtrain": 200, "checkpoint": 400}
@@ -44,7 +44,7 @@ class FakeWorker:
         return Step(
             index=index,
             loss_hex=type(self).loss(self.run, index).hex(),
-            gradients=f"gradients {index}",
+            gradients={"weight": f"digest {index}"},
             duration_ms=DURATION_MS[variant] * (10 if index == 0 else 1),
             start_bytes=7,
             peak_bytes=PEAK_BYTES[variant] * (10 if index == 0 else 1),
@@ -104,6 +104,65 @@ def test_how_sure_a_ratio_is_follows_from_the_order_of_the_pairs(worker: type[Fa
     ours = [dataclasses.replace(step, duration_ms=100.0 * ratio) for step, ratio in zip(ours, ratios, strict=True)]
     assert median_ratio_interval(ours, plain) == (1.0, 1.07)
     assert median_ratio_interval(ours[:6], plain[:6]) is None
+    ratio = time_ratio(ours, plain)
+    assert (ratio.median, ratio.interval, ratio.of_medians) == (pytest.approx(1.035), (1.0, 1.07), pytest.approx(1.035))
+
+
+@pytest.mark.parametrize(
+    ("interval", "of_medians", "doubt"),
+    [
+        ((0.99, 1.05), 1.03, ""),
+        ((0.95, 1.08), 1.01, "too noisy to tell the change in step time: pair by pair it is -5.0% to +8.0% (95% sure)"),
+        ((0.98, 1.01), 1.23, "pair by pair it is -2.0% to +1.0% (95% sure), by the medians +23.0%"),
+        (None, 1.0, "Too few pairs of steps"),
+    ],
+    ids=["clear", "wide", "contradictory", "few"],
+)
+def test_a_ratio_that_is_no_result_says_why(
+    interval: tuple[float, float] | None, of_medians: float, doubt: str
+) -> None:
+    found = TimeRatio(median=1.0, interval=interval, of_medians=of_medians).doubt
+    assert doubt in found and bool(doubt) == bool(found)
+
+
+def test_a_noisy_machine_is_named_below_the_table_and_in_the_json(
+    worker: type[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every third step of one variant takes three times as long."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def slow(self: FakeWorker) -> Step:
+        step = FakeWorker.step(self)
+        disturbed = self.run.variant == "ssdtrain" and step.index % 3 == 0
+        return dataclasses.replace(step, duration_ms=step.duration_ms * (3 if disturbed else 1))
+
+    monkeypatch.setattr(worker, "step", slow)
+    done = run_bench("--steps", "9", "--json", "-")
+    assert "ssdtrain: The machine was too noisy" in " ".join(done.stderr.split())
+    assert "checkpoint: The machine" not in done.stderr
+    plain, noisy, quiet = json.loads(done.stdout)["results"]
+    assert noisy["step_time_doubt"].startswith("The machine was too noisy")
+    assert (plain["step_time_doubt"], quiet["step_time_doubt"]) == ("", "")
+
+
+def test_without_a_terminal_each_step_is_a_line_that_names_the_next(worker: type[FakeWorker]) -> None:
+    lines = run_bench("--variant", "ssdtrain").output.splitlines()
+    assert lines[0].startswith("Step time is measured first.")
+    assert lines[0].endswith("Next: step time, inductor, step 1 of 4, which compiles: about a minute.")
+    assert lines[1].startswith("[1/14] step time, inductor, step 1 of 4: 1,000 ms, loss 1.000000. Next: ")
+    assert lines[1].endswith("Next: step time, ssdtrain, step 1 of 4, about 0 s.")
+    assert lines[8].startswith("[8/14] step time, ssdtrain, step 4 of 4: 105 ms")
+    assert lines[9].startswith("Memory is measured now")
+    assert lines[9].endswith("Next: memory, inductor, step 1 of 3, at most about 0 s.")
+    assert lines[15] == "[14/14] memory, ssdtrain, step 3 of 3: 105 ms, loss 3.000000, peak 200 B."
+
+
+def test_the_steps_are_made_in_the_planned_order(worker: type[FakeWorker]) -> None:
+    runs = [Run(variant=variant) for variant in ("inductor", "ssdtrain", "checkpoint")]
+    made: list[tuple[Run, int]] = []
+    bench.measure(runs, steps=STEPS, on_step=lambda run, step: made.append((run, step.index)))
+    assert made == [(turn.run, turn.index) for turn in bench.plan(runs, STEPS)]
+    assert len(made) == bench.count_steps(runs, STEPS)
 
 
 def test_layers_compiled_one_by_one_are_compared_with_their_like(worker: type[FakeWorker]) -> None:

@@ -39,7 +39,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-import ssdtrain_fx
+from ssdtrain_fx.compiler.dynamo_backend import backend as make_backend
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.studies import rivals, zoo
 
@@ -499,7 +501,7 @@ class _Trainer:
         )
 
     def _statistics(self) -> Statistics:
-        return ssdtrain_fx.statistics() if self._run.variant == "ssdtrain" else Statistics()
+        return ops.statistics() if self._run.variant == "ssdtrain" else Statistics()
 
     def save_gradients(self, names: Sequence[str], path: str) -> dict[str, Any]:
         torch.save({name: self._gradients()[name].cpu() for name in names}, path)
@@ -592,7 +594,7 @@ def _recorded_peak_rss_bytes() -> int:
 def _compile(module: nn.Module, run: Run) -> Callable[..., object]:
     backend: Any = "inductor"
     if run.variant == "ssdtrain":
-        backend = ssdtrain_fx.backend(ssdtrain_fx.OffloadConfig.from_options(run.options))
+        backend = make_backend(OffloadConfig.from_options(run.options))
     compiled: Any = module
     if run.regional:
         for layer in find_layers(module):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_cli import run_command
+from test_cli import run_command
 from typer.testing import CliRunner
 
 from ssdtrain_fx.cli import app

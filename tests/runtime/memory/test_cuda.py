@@ -150,7 +150,7 @@ def test_a_late_release_leaves_the_tensor_to_the_device(
     with StandInEngine(config, file, cuda) as engine:
         x = torch.arange(3 * 512)
         storage = weakref.ref(x.untyped_storage())
-        token = engine.release(engine.offload(x, "x", link="graph", host=host), x, late=True)
+        token = engine.release(engine.offload(x, "x", graph_name="graph", host=host), x, deferred=True)
         assert engine.statistics().late_bytes == x.nbytes
         assert cuda.current.events("wait") == []
         assert threading.main_thread().name not in cuda.host_syncs
@@ -170,12 +170,12 @@ def test_a_late_release_of_what_has_been_told_to_leave(engine: StandInEngine, cu
     cuda.device_is_fast = False
     x = torch.arange(1024)
     storage = weakref.ref(x.untyped_storage())
-    token = engine.offload(x, "x", link="graph")
+    token = engine.offload(x, "x", graph_name="graph")
     entry = engine.find_entry(token)
     assert entry is not None
     with engine._ledger.lock:  # an I/O thread may have taken one of the chunks
         assert engine._ledger.progress.wait_for(lambda: entry.uncopied == 0, 60)
-    token = engine.release(token, x, late=True)
+    token = engine.release(token, x, deferred=True)
     assert engine.statistics().late_bytes == 0
     assert len(cuda.current.events("wait")) == 2
     del x

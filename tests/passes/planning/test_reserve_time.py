@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import seeded_problems, transfer_problems
 
-from ssdtrain_fx.passes.planning.place_transfers import HASTES, Choice, place
+from ssdtrain_fx.passes.planning.place_transfers import SSD_SPEEDUPS, Choice, place
 from ssdtrain_fx.passes.planning.reserve_time import ROOM_SHARE, reserve_time
 from ssdtrain_fx.passes.planning.simulate import ROUNDING, simulate
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, TransferProblem
@@ -78,9 +78,9 @@ def test_on_a_disk_of_half_the_rate_nothing_stalls() -> None:
     assert simulate(slow, reserve_time(both, tight).placements).stall_s == 0
 
 
-@given(transfer_problems(), st.sampled_from(HASTES))
-def test_it_costs_no_memory_and_no_time(given_problem: TransferProblem, haste: float) -> None:
-    before = choice_of(given_problem, place(given_problem, given_problem.movables, haste))
+@given(transfer_problems(), st.sampled_from(SSD_SPEEDUPS))
+def test_it_costs_no_memory_and_no_time(given_problem: TransferProblem, ssd_speedup: float) -> None:
+    before = choice_of(given_problem, place(given_problem, given_problem.movables, ssd_speedup))
     after = reserve_time(given_problem, before)
     assert after.simulation == simulate(given_problem, after.placements)
     assert after.peak_bytes <= before.peak_bytes

@@ -332,12 +332,12 @@ def test_nothing_is_told_unasked() -> None:
 
 @given(transfer_problems(), st.sampled_from([0.8, 1.0, 4.0]), st.floats(0, 2), st.integers(0, 2**32))
 def test_giving_up_early_gives_up_on_nothing_that_is_allowed(
-    drawn: TransferProblem, haste: float, share: float, seed: int
+    drawn: TransferProblem, ssd_speedup: float, share: float, seed: int
 ) -> None:
     """With a limit on the exposed time, the result is that of the full simulation if this stays within the limit, and
     None otherwise."""
     chosen = random.Random(seed).sample(drawn.movables, k=len(drawn.movables) // 2)
-    placements = place(drawn, chosen, haste)
+    placements = place(drawn, chosen, ssd_speedup)
     full = simulate(drawn, placements)
     for allowed_s in (share * full.exposed_s, full.exposed_s):
         found = simulate_within(drawn, placements, allowed_s=allowed_s)

@@ -94,7 +94,7 @@ def _check(policy: Policy, step: StepAnalysis, decisions: object) -> dict[str, D
 
 
 def _check_positions(policy: Policy, name: str, decision: Placement, movable: Movable, marker: int) -> None:
-    first_release = max(movable.complete, movable.earliest_release)
+    first_release = max(movable.offload, movable.earliest_release)
     for field, found, first, last, reason in (
         ("release", decision.release, first_release, marker, "after the last read in forward, before backward begins"),
         ("reload", decision.reload, marker + 1, movable.wait, "in backward, before the first read there"),

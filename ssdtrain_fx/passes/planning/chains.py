@@ -37,7 +37,7 @@ def choose_most(problem: TransferProblem, *, max_slowdown: float) -> Choice:
         exposed_s=exposed_in_chain_s(problem, chosen),
         # A storage that is released at the end of forward has until the end of the next forward to be written.
         release_stall_s={
-            movable.idx: 2 * forward_s - alone.start_s[movable.complete]
+            movable.idx: 2 * forward_s - alone.start_s[movable.offload]
             for movable in chosen
             if placements[movable.idx].release == problem.marker
         },

@@ -120,7 +120,7 @@ def place(
     Args:
         on_host: indices of the storages that the host tier holds.
     """
-    chosen = sorted(chosen, key=lambda movable: (movable.complete, movable.idx))
+    chosen = sorted(chosen, key=lambda movable: (movable.offload, movable.idx))
     clock = _Clock.of(problem, chosen)
     releases = _place_releases(problem, chosen, clock, ssd_speedup, on_host)
     reloads = _place_reloads(problem, chosen, clock, ssd_speedup, on_host)
@@ -145,7 +145,7 @@ class _Clock:
     def of(cls, problem: TransferProblem, chosen: Iterable[Movable]) -> _Clock:
         extra_s = np.zeros(len(problem.node_s))
         for movable in chosen:
-            extra_s[movable.complete] += problem.blocks_out_s(movable.size_bytes)
+            extra_s[movable.offload] += problem.blocks_out_s(movable.size_bytes)
             extra_s[movable.wait] += problem.blocks_in_s(movable.size_bytes)
         reached_s = np.zeros(len(extra_s) + 1)
         np.cumsum(problem.node_seconds + extra_s, out=reached_s[1:])
@@ -168,15 +168,15 @@ def _place_releases(
     """For each write: the bytes queued up to and including it, and when it ends."""
     oldest = 0
     for movable in chosen:
-        size_bytes, complete = movable.size_bytes, movable.complete
+        size_bytes, offload = movable.size_bytes, movable.offload
         if movable.idx in on_host:
             assert problem.host is not None
             room_bytes -= problem.host.held_bytes(size_bytes)
         else:
             queued += size_bytes
-            written_s = max(written_s, clock.reached_s[complete]) + hardware.write.transfer_s(size_bytes) / ssd_speedup
+            written_s = max(written_s, clock.reached_s[offload]) + hardware.write.transfer_s(size_bytes) / ssd_speedup
             writes.append((queued, written_s))
-        left_s = clock.start_s[complete]
+        left_s = clock.start_s[offload]
         if not hardware.copies_block_compute:
             left_s = max(copied_s, left_s) + hardware.copy_out.transfer_s(size_bytes) / ssd_speedup
         must_be_written = min(queued, queued - room_bytes)
@@ -186,10 +186,10 @@ def _place_releases(
             end, end_s = writes[oldest]
             left_s = max(left_s, end_s - (end - must_be_written) / hardware.write.bytes_per_s / ssd_speedup)
         copied_s = left_s
-        if movable.earliest_release <= complete and left_s <= clock.start_s[complete]:
-            releases[movable.idx] = complete
+        if movable.earliest_release <= offload and left_s <= clock.start_s[offload]:
+            releases[movable.idx] = offload
         else:
-            first = max(movable.earliest_release, min(complete + 1, marker))
+            first = max(movable.earliest_release, min(offload + 1, marker))
             releases[movable.idx] = bisect.bisect_left(clock.reached_s, left_s, first, marker)
     return releases
 
@@ -312,7 +312,7 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
         movable = by_idx[idx]
         if placement.reload <= peak_position < movable.wait:
             return Placement(placement.release, peak_position + 1, placement.tier)
-        if max(movable.earliest_release, movable.complete) <= peak_position < placement.release:
+        if max(movable.earliest_release, movable.offload) <= peak_position < placement.release:
             return Placement(peak_position, placement.reload, placement.tier)
         return placement
 
@@ -329,7 +329,7 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
     ]
     others.sort(key=lambda movable: (-movable.size_bytes, movable.earliest_release - movable.wait, movable.idx))
     # Smallest first: they free the most time per byte.
-    drops = sorted(chosen, key=lambda movable: (movable.size_bytes, movable.wait - movable.complete, movable.idx))
+    drops = sorted(chosen, key=lambda movable: (movable.size_bytes, movable.wait - movable.offload, movable.idx))
     for added, dropped in itertools.product(others, _drops(drops)):
         moved = [*(movable for movable in chosen if movable not in dropped), added]
         found = place(problem, moved, choice.ssd_speedup, on_host=fill_host_tier(problem.host, moved))
@@ -350,7 +350,7 @@ def _drops(movables: Sequence[Movable]) -> Iterable[tuple[Movable, ...]]:
 def _thin(problem: TransferProblem, choice: Choice, *, goal_bytes: int, allowed_s: float) -> Choice:
     """Drop storages, soonest reuse first, for as long as the peak stays at or below ``goal_bytes``."""
     chosen = [movable for movable in problem.movables if movable.idx in choice.placements]
-    order = sorted(chosen, key=lambda movable: (movable.wait - movable.complete, movable.idx))
+    order = sorted(chosen, key=lambda movable: (movable.wait - movable.offload, movable.idx))
     best = choice
     refusals = 0
     run = max(1, len(order) // 2)

@@ -32,7 +32,7 @@ def assert_sound(problem: TransferProblem, choice: Choice) -> None:
     by_idx = {movable.idx: movable for movable in problem.movables}
     for idx, placement in choice.placements.items():
         movable = by_idx[idx]
-        assert max(movable.complete, movable.earliest_release) <= placement.release <= problem.marker
+        assert max(movable.offload, movable.earliest_release) <= placement.release <= problem.marker
         assert problem.marker < placement.reload <= movable.wait
     assert choice.simulation == simulate(problem, choice.placements)
 

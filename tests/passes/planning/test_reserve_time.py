@@ -14,8 +14,8 @@ from ssdtrain_fx.passes.planning.simulate import ROUNDING, simulate
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, TransferProblem
 from ssdtrain_fx.testing import toy_hardware
 
-A = Movable(idx=0, size_bytes=20, start=0, complete=1, earliest_release=1, wait=18, end=19)
-B = Movable(idx=1, size_bytes=20, start=1, complete=3, earliest_release=3, wait=16, end=17)
+A = Movable(idx=0, size_bytes=20, live_start=0, offload=1, earliest_release=1, wait=18, live_end=19)
+B = Movable(idx=1, size_bytes=20, live_start=1, offload=3, earliest_release=3, wait=16, live_end=17)
 
 
 def choice_of(problem: TransferProblem, placements: dict[int, Placement]) -> Choice:

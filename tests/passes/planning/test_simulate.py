@@ -28,8 +28,8 @@ from ssdtrain_fx.passes.planning.simulate import (
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Placement, Step, TransferProblem
 from ssdtrain_fx.testing import toy_hardware
 
-A = Movable(idx=0, size_bytes=20, start=0, complete=1, earliest_release=1, wait=9, end=10)
-B = Movable(idx=1, size_bytes=20, start=1, complete=2, earliest_release=2, wait=8, end=9)
+A = Movable(idx=0, size_bytes=20, live_start=0, offload=1, earliest_release=1, wait=9, live_end=10)
+B = Movable(idx=1, size_bytes=20, live_start=1, offload=2, earliest_release=2, wait=8, live_end=9)
 INSTANT = Channel(bytes_per_s=1e30)
 
 
@@ -138,7 +138,7 @@ def test_late_writes_and_reads_share_the_disk() -> None:
     take 1 more. A is reloaded at 9, where it is needed. With the reload at 7 it would be reloaded at 9 too, because the
     read would run alone at the full rate.
     """
-    big = dataclasses.replace(B, size_bytes=40, wait=18, end=19)
+    big = dataclasses.replace(B, size_bytes=40, wait=18, live_end=19)
     placements = {0: Placement(1, 6), 1: Placement(2, 12)}
     halves = simulate(problem(A, big, num_nodes=20, staging_bytes=100), placements)
     assert halves.wait_stall_s == {}
@@ -352,7 +352,7 @@ def test_live_bytes_count_what_is_there(drawn: TransferProblem, seed: int) -> No
     def is_there(movable: Movable, position: int) -> bool:
         placement = placements.get(movable.idx)
         away = placement is not None and placement.release <= position < placement.reload
-        return movable.start <= position < movable.end and not away
+        return movable.live_start <= position < movable.live_end and not away
 
     expected = tuple(
         fixed + sum(movable.size_bytes for movable in drawn.movables if is_there(movable, position))

@@ -84,7 +84,7 @@ def choose_lowest_peak(
         improved, tries = _improve(problem, start, allowed_s=allowed_s, floor=floor, tries=tries)
         if improved.peak_bytes < best.peak_bytes:
             best = improved
-    return _thin(problem, best, goal_bytes=best.peak_bytes, allowed_s=allowed_s)
+    return _drop_unneeded(problem, best, goal_bytes=best.peak_bytes, allowed_s=allowed_s)
 
 
 def choose_cheapest(
@@ -96,7 +96,7 @@ def choose_cheapest(
         found = _grow(problem, ranked, ssd_speedup, allowed_s=float("inf"), goal_bytes=budget_bytes)
         if found.peak_bytes > budget_bytes:
             continue
-        found = _thin(problem, found, goal_bytes=budget_bytes, allowed_s=float("inf"))
+        found = _drop_unneeded(problem, found, goal_bytes=budget_bytes, allowed_s=float("inf"))
         if best is None or found.simulation.exposed_s < best.simulation.exposed_s:
             best = found
     return best
@@ -347,7 +347,7 @@ def _drops(movables: Sequence[Movable]) -> Iterable[tuple[Movable, ...]]:
     yield from itertools.pairwise(movables)
 
 
-def _thin(problem: TransferProblem, choice: Choice, *, goal_bytes: int, allowed_s: float) -> Choice:
+def _drop_unneeded(problem: TransferProblem, choice: Choice, *, goal_bytes: int, allowed_s: float) -> Choice:
     """Drop storages, soonest reuse first, for as long as the peak stays at or below ``goal_bytes``."""
     chosen = [movable for movable in problem.movables if movable.idx in choice.placements]
     order = sorted(chosen, key=lambda movable: (movable.wait - movable.offload, movable.idx))

@@ -419,7 +419,7 @@ def run_their_training(directory: Path, inner: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_somebody_else_can_bring_a_policy_and_a_pass(tmp_path: Path) -> None:
+def test_another_package_can_define_a_policy_and_a_pass(tmp_path: Path) -> None:
     """In separate modules and a separate process, with `backend="ssdtrain"` and options."""
     write(tmp_path, "their_policies.py", THEIR_POLICY.format(count=3))
     write(tmp_path, "their_training.py", THEIR_TRAINING)

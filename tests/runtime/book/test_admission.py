@@ -258,7 +258,7 @@ def test_a_release_that_may_not_wait_keeps_the_tensor(file: SlowFile) -> None:
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_what_is_its_own_stays_where_it_is(file: SlowFile, deferred: bool) -> None:
+def test_a_kept_tensor_with_exclusive_memory_is_not_copied(file: SlowFile, deferred: bool) -> None:
     with engine_on(file) as engine:
         engine._ledger.admission.admits = lambda stall_s: False  # type: ignore[method-assign]
         x = X.clone()

@@ -141,7 +141,7 @@ def test_what_may_not_wait_stays_although_the_device_still_copies(
 
 
 @pytest.mark.parametrize("host", [False, True])
-def test_a_late_release_leaves_the_tensor_to_the_device(
+def test_a_deferred_release_leaves_the_tensor_to_the_device(
     tmp_path: Path, file: MemoryFile, cuda: FakeCuda, host: bool
 ) -> None:
     """The engine holds the tensor until the last chunk has left; the compute stream does not wait for any of them."""
@@ -165,7 +165,7 @@ def test_a_late_release_leaves_the_tensor_to_the_device(
     assert storage() is None
 
 
-def test_a_late_release_of_what_has_been_told_to_leave(engine: StandInEngine, cuda: FakeCuda) -> None:
+def test_a_deferred_release_of_a_tensor_whose_copy_has_been_enqueued(engine: StandInEngine, cuda: FakeCuda) -> None:
     """All copies are enqueued: the stream waits for them, and the memory may be reused after them."""
     cuda.device_is_fast = False
     x = torch.arange(1024)

@@ -141,7 +141,7 @@ def test_another_layout_than_expected_is_read_again(engine: Engine) -> None:
     assert engine.statistics().ahead_bytes == 0
 
 
-def test_a_late_release_waits_only_for_the_run_before(file: MemoryFile, tmp_path: Path) -> None:
+def test_a_deferred_release_waits_only_for_the_run_before(file: MemoryFile, tmp_path: Path) -> None:
     """Staging has room for two tensors and writes are held: run 1 ends at once, run 2 once the tensors of run 1 have
     left."""
     xs = [torch.full((SIZE,), float(number)) for number in range(6)]
@@ -168,7 +168,7 @@ def test_a_late_release_waits_only_for_the_run_before(file: MemoryFile, tmp_path
             assert torch.equal(y, torch.full((SIZE,), float(number)))
 
 
-def test_a_late_release_that_lasts_too_long_keeps_the_tensor_itself(file: MemoryFile, tmp_path: Path) -> None:
+def test_a_deferred_release_that_lasts_too_long_keeps_the_tensor_itself(file: MemoryFile, tmp_path: Path) -> None:
     """A tensor that is not written to any more is not copied, and a second backward finds it too."""
     with engine_on(file, str(tmp_path), host_budget_bytes=3 * 4096, max_stall_share=0.0) as engine:
         file.writes_may_go_on.clear()

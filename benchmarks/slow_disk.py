@@ -233,7 +233,7 @@ def stall_at(graph: GraphReport, times: float) -> float:
     problem = dataclasses.replace(graph.problem, node_s=tuple(times * node_s for node_s in graph.problem.node_s))
     waiting = collections.defaultdict[tuple[int, int, int], list[Movable]](list)
     for movable in problem.movables:
-        waiting[movable.complete, movable.wait, movable.size_bytes].append(movable)
+        waiting[movable.offload, movable.wait, movable.size_bytes].append(movable)
     placements: dict[int, Placement] = {}
     for storage in graph.plan.offloaded:
         decision = storage.decision

@@ -104,7 +104,7 @@ def test_a_reloading_is_good_for_one_wait(engine: str) -> None:
     token = ops.release(ops.offload(x, [1], "x", engine), x)
     reloading = ops.reload(token, [10], [1])
     assert torch.equal(ops.wait(reloading), x)
-    with pytest.raises(InternalError, match="another wait has taken"):
+    with pytest.raises(InternalError, match="another wait has already taken"):
         ops.wait(reloading)
 
 

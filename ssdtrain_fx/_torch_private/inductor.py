@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-_OWN = "_ssdtrain_own"
+_EXCLUSIVE = "_ssdtrain_exclusive"
 """Attribute of the graph that Inductor lowers: the buffers that no kernel may overwrite once they are computed."""
 
 
@@ -124,13 +124,13 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
         source.freeze_layout()
         return (x, list(source.get_stride()), *rest)
 
-    def own_memory(token: Any, x: Any, late: bool = False, own: bool = False) -> tuple[Any, ...]:
+    def protect_memory(token: Any, x: Any, deferred: bool = False, exclusive: bool = False) -> tuple[Any, ...]:
         """Protect the memory of ``x`` if the engine may hold it after the last kernel has read it."""
         if config.allow_buffer_reuse or config.memory_planning or config.triton.cudagraphs:
             return (token, x)  # later kernels, or the same ones in the next step, would write to its memory
-        if late or own:
-            V.graph.__dict__.setdefault(_OWN, set()).add(x.get_name())
-        return (token, x, late, own)
+        if deferred or exclusive:
+            V.graph.__dict__.setdefault(_EXCLUSIVE, set()).add(x.get_name())
+        return (token, x, deferred, exclusive)
 
     def install(op: Any, *, after_kernel: bool, before_kernel: bool) -> None:
         call_dispatcher = lowering.fallback_handler(op, add_to_fallback_set=False)
@@ -139,7 +139,7 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
             if op is offload:
                 args = record_layout(*args)
             elif op is release:
-                args, keywords = own_memory(*args, **keywords), {}
+                args, keywords = protect_memory(*args, **keywords), {}
             call = functools.partial(DirectCall.create, op) if are_direct() else call_dispatcher
             order = cast(_PinnedOrder, V.graph.__dict__.setdefault("_ssdtrain_order", _PinnedOrder()))
             return order.lower(lambda: call(*args, **keywords), after_kernel=after_kernel, before_kernel=before_kernel)
@@ -167,7 +167,7 @@ def _write_in_place_as_planned(own_ops: frozenset[Any]) -> None:
 
     def can_reuse_as_planned(self: Any, input_buffer: Any, output_buffer: Any = None) -> bool:
         if output_buffer is not None:  # otherwise Inductor asks whether to free a buffer
-            if input_buffer.get_name() in V.graph.__dict__.get(_OWN, ()):
+            if input_buffer.get_name() in V.graph.__dict__.get(_EXCLUSIVE, ()):
                 return False
             users = getattr(input_buffer, "users", None)  # inputs have none
             if users:  # the caller counts them next

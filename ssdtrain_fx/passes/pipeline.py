@@ -22,7 +22,7 @@ from torch import fx
 from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.analyse import Analysis, analyse
-from ssdtrain_fx.passes.analysis.chains import name_link
+from ssdtrain_fx.passes.analysis.chains import name_graph
 from ssdtrain_fx.passes.analysis.describe_schedule import ScheduleDescriber, Timeline
 from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
 from ssdtrain_fx.passes.analysis.node_calls import CostSources, Times
@@ -94,7 +94,7 @@ def passes_of_plan(planned: PlannedStep, options: Options) -> tuple[JointPass, .
             plan=planned.plan,
             candidates=analysis.candidates,
             engine=options.engine_config().to_argument(),
-            link=name_link(analysis.joint) if analysis.activations else "",
+            graph_name=name_graph(analysis.joint) if analysis.activations else "",
             order_reloads=problem.hardware.has_host_tier,
         ),
         functools.partial(verify_offloads, host=problem.host),

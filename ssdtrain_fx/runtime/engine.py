@@ -9,7 +9,7 @@ Guarantees:
   time they block counts as a stall.
 * The engine does not read the tensor after ``release``. If waiting for the remaining bytes would stall the step for
   longer than the configuration allows, the tensor is copied to other memory and stays there. The exception is a tensor
-  with ``own`` memory: the engine then holds the tensor itself for as long as it needs it.
+  with ``exclusive`` memory: the engine then holds the tensor itself for as long as it needs it.
 * ``reload`` and ``wait`` return the offloaded data bit for bit, or ``wait`` raises ActivationLostError. A full or
   broken disk costs memory, not data.
 * No method waits longer than ``io_timeout_s`` for a disk that hangs: ``wait`` raises ActivationLostError, other methods
@@ -53,8 +53,8 @@ from ssdtrain_fx.runtime.memory.layout import copy_elements, copy_with_layout, m
 from ssdtrain_fx.runtime.memory.movers import CpuMover
 from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, StagingPool
 from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
+from ssdtrain_fx.runtime.policy.external_tensors import ExternalTensors
 from ssdtrain_fx.runtime.policy.graph_runs import GraphRuns
-from ssdtrain_fx.runtime.policy.held_tensors import HeldTensors
 from ssdtrain_fx.runtime.policy.patience import Clock
 from ssdtrain_fx.runtime.policy.stalls import Stalls
 from ssdtrain_fx.runtime.statistics import Statistics
@@ -116,7 +116,7 @@ class Engine:
         self._ledger = Ledger(self._file, Admission(config.max_stall_share, clock), Traffic(clock))
         self._stalls = Stalls(self._ledger, config.io_timeout_s, clock, self._describe_transfers)
         self._runs = GraphRuns(self._ledger)
-        self._held = HeldTensors()
+        self._external = ExternalTensors()
         self._lanes: dict[str, Lane] = {}
         self._lanes_lock = threading.Lock()
         self._trace: Trace | None = None
@@ -141,8 +141,8 @@ class Engine:
         *,
         out_s: float | None = None,
         back_s: float | None = None,
-        link: str = "",
-        held: bool = False,
+        graph_name: str = "",
+        external: bool = False,
         host: bool = False,
         reload_order: int | None = None,
         first: bool = False,
@@ -154,8 +154,8 @@ class Engine:
         None: unknown. ``stall_s`` of both together is planned waiting. If moving ``x`` would stall the step for longer,
         and by more than the configuration allows, ``x`` stays in memory.
 
-        ``link`` names the graph if it is one of a chain of graphs. A ``held`` tensor comes from outside the graph: if
-        another graph has already offloaded the same tensor, its owner is returned.
+        ``graph_name`` is the name of the graph within a chain of graphs. An ``external`` tensor comes from outside the
+        graph and its caller holds it: if another graph has already offloaded the same tensor, its owner is returned.
 
         ``host`` asks for the host tier: the bytes stay in the staging buffers of a CUDA device and are written to the
         file only if something else needs the buffers. It has no effect on CPU tensors and under KvikIO.
@@ -169,7 +169,7 @@ class Engine:
         ledger = self._ledger
         if x.layout is not torch.strided:
             raise InternalError(f"offload({name!r}): expected a strided tensor, got layout {x.layout}")
-        known = self._find_held(x, name) if held else None
+        known = self._find_external(x, name) if external else None
         if known is not None:
             return known
         lane = self._lane("cpu" if x.is_cpu else x.device.type)
@@ -191,8 +191,8 @@ class Engine:
                 lane.make_progress()
                 unplanned_s = self._stalls.predict_s(lane, entry, out_s, back_s)
             moves = byte_count == 0 or ledger.admission.admits(unplanned_s)
-            if link:
-                self._runs.add(entry, handle, link)
+            if graph_name:
+                self._runs.add(entry, handle, graph_name)
             if moves:
                 if unplanned_s:
                     ledger.admission.charge(unplanned_s)
@@ -202,23 +202,23 @@ class Engine:
                 lane.enlist_copies(entry)
             else:
                 ledger.enter_resident(handle, entry)
-            if held:
-                self._held.add(x, handle, ledger.entries.__contains__)
+            if external:
+                self._external.add(x, handle, ledger.entries.__contains__)
         if moves:
             lane.begin_copies()
         ledger.tidy()
         return owner
 
-    def release(self, owner: Owner, x: Tensor, *, late: bool = False, own: bool = False) -> Owner:
+    def release(self, owner: Owner, x: Tensor, *, deferred: bool = False, exclusive: bool = False) -> Owner:
         """Wait until every byte has left ``x``; its memory may be reused afterwards.
 
         If that would take longer than the configuration allows, ``x`` is copied to other memory instead.
 
-        ``own`` says that nothing else uses the memory of ``x``: it is not written to while a reference to ``x`` exists.
-        The engine may then hold ``x`` and makes no copy.
+        ``exclusive`` says that nobody else holds or writes the memory of ``x`` while a reference to ``x`` exists. The
+        engine may then hold ``x`` and makes no copy.
 
-        A ``late`` release is only for tensors with ``own`` memory. It waits only for tensors of the previous graph run
-        that have not left memory yet. The engine holds ``x`` until every byte has left.
+        A ``deferred`` release is only for tensors with ``exclusive`` memory. It waits only for tensors of the previous
+        graph run that have not left memory yet. The engine holds ``x`` until every byte has left.
         """
         ledger = self._ledger
         entry = self._entry("release", owner)
@@ -236,7 +236,7 @@ class Engine:
             ledger.begin_op(entry.name)
             if entry.uncopied:
                 lane.make_progress()
-            if late:
+            if deferred:
                 self._stalls.wait_until_copied(lane, entry, self._runs.must_leave(entry))
             elif entry.uncopied:
                 self._stalls.wait_until_copied(lane, entry, [entry])
@@ -244,15 +244,15 @@ class Engine:
             if lane.mover.enqueues:
                 copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]
             staying = entry.source.tensor if entry.stays and entry.source is not None else None
-            leaves_late = late and staying is None and entry.uncopied > 0
-            if leaves_late:
+            leaves_later = deferred and staying is None and entry.uncopied > 0
+            if leaves_later:
                 ledger.counters.late_bytes += entry.byte_count
             elif staying is None and not copied:
                 ledger.drop_source(entry)
             entry.released = True
         if staying is not None:
-            self._keep(entry, x, staying, own=own or late)
-        elif copied and not leaves_late:
+            self._keep(entry, x, staying, exclusive=exclusive or deferred)
+        elif copied and not leaves_later:
             for mark in copied:
                 lane.mover.wait_stream(mark, entry.device)
             with ledger.lock:
@@ -498,12 +498,12 @@ class Engine:
             raise InternalError(f"{op}: this engine does not know the handle {owner.handle}")
         return entry
 
-    def _find_held(self, x: Tensor, name: str) -> Owner | None:
+    def _find_external(self, x: Tensor, name: str) -> Owner | None:
         """The owner of the same tensor as ``x``, if another graph has offloaded it."""
         ledger = self._ledger
         with ledger.lock:
             ledger.begin_op(name)
-            handle = self._held.find(x)
+            handle = self._external.find(x)
             entry = None if handle is None else ledger.entries.get(handle)
             owner = None if entry is None else entry.owner()
             if entry is not None and owner is not None:
@@ -609,8 +609,8 @@ class Engine:
         chunk_bytes, stripe_bytes = self._chunk_bytes or default_bytes, self._file.stripe_bytes
         return chunk_bytes if stripe_bytes is None else math.gcd(chunk_bytes, stripe_bytes)
 
-    def _keep(self, entry: Entry, x: Tensor, source: Tensor, *, own: bool) -> None:
-        """Keep a copy of ``x`` in memory, or ``x`` itself if its memory is its ``own`` and fills most of its storage.
+    def _keep(self, entry: Entry, x: Tensor, source: Tensor, *, exclusive: bool) -> None:
+        """Keep a copy of ``x`` in memory, or ``x`` itself if its memory is ``exclusive`` and fills most of its storage.
 
         In other cases a reference to ``x`` does not protect its memory: a compiler may write the next tensor to it
         after its last reader (``buf55 = buf42  # reuse``), no matter what else holds it.
@@ -618,7 +618,7 @@ class Engine:
         ledger = self._ledger
         is_copy = source.data_ptr() != x.data_ptr()
         holds_more = source.untyped_storage().nbytes() >= 2 * entry.byte_count
-        resident = source if is_copy or (own and not holds_more) else copy_with_layout(source)
+        resident = source if is_copy or (exclusive and not holds_more) else copy_with_layout(source)
         with ledger.lock:
             ledger.settle_in(entry, resident)
             if entry.unsafe == 0:

@@ -5,7 +5,7 @@ Graphs are rewritten and traced with this alone. :mod:`ssdtrain_fx.runtime.ops` 
 ::
 
     forward    token  = ssdtrain.offload(x, stride, name, engine, ...)         # starts moving x out
-               token1 = ssdtrain.release(token, x, late, own)              # x may be reused from here on
+               token1 = ssdtrain.release(token, x, deferred, exclusive)    # x may be reused from here on
     backward   ticket = ssdtrain.reload(token1, size, stride, dtype, device)   # allocates y and starts to fill it
                y      = ssdtrain.wait(ticket, size, stride, dtype, device)     # y may be read
 
@@ -16,8 +16,12 @@ to those of the offloaded tensor. ``out_s`` and ``back_s`` are the seconds that 
 ``release``, and between ``reload`` and ``wait``: what the disk cannot move in that time stays in memory. ``stall_s`` is
 how much of that time the plan spends waiting. ``host`` keeps a CUDA tensor in pinned host memory. ``reload_order`` is
 the position of ``x`` in the order in which backward reloads the tensors of its graph. ``first`` marks the first tensor
-of a forward. ``idle_bytes`` limits the memory of earlier reloads that may stay unused until the next reload. See
-:meth:`ssdtrain_fx.runtime.engine.Engine.offload` and ``reload``.
+of a forward. ``idle_bytes`` limits the memory of earlier reloads that may stay unused until the next reload.
+
+``graph_name`` is the name of the graph within a chain of graphs. An ``external`` tensor comes from outside the graph
+and its caller holds it. Memory is ``exclusive`` if nobody else holds or writes it. A ``deferred`` release does not wait
+for ``x``: the engine holds it until its bytes have left. See :meth:`ssdtrain_fx.runtime.engine.Engine.offload`,
+``release`` and ``reload``.
 
 Guarantees: everything the ops need is in their arguments, so a graph from a cache runs in a process that made no plan.
 """
@@ -36,11 +40,11 @@ _tags = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagrap
 LIBRARY = torch.library.Library("ssdtrain", "DEF")
 LIBRARY.define(
     "offload(Tensor x, SymInt[] stride, str name, str engine, float? out_s=None, float? back_s=None, "
-    "str link='', bool held=False, bool host=False, int? reload_order=None, bool first=False, float stall_s=0.0) "
-    "-> Tensor",
+    "str graph_name='', bool external=False, bool host=False, int? reload_order=None, bool first=False, "
+    "float stall_s=0.0) -> Tensor",
     tags=_tags,
 )
-LIBRARY.define("release(Tensor token, Tensor x, bool late=False, bool own=False) -> Tensor", tags=_tags)
+LIBRARY.define("release(Tensor token, Tensor x, bool deferred=False, bool exclusive=False) -> Tensor", tags=_tags)
 LIBRARY.define(
     "reload(Tensor token, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device, "
     "int? idle_bytes=None) -> Tensor",
@@ -55,7 +59,7 @@ def _fake_offload(x: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
-def _fake_release(token: Tensor, x: Tensor, late: bool = False, own: bool = False) -> Tensor:
+def _fake_release(token: Tensor, x: Tensor, deferred: bool = False, exclusive: bool = False) -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 

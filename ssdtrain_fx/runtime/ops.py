@@ -38,8 +38,8 @@ def offload(
     engine: str,
     out_s: float | None = None,
     back_s: float | None = None,
-    link: str = "",
-    held: bool = False,
+    graph_name: str = "",
+    external: bool = False,
     host: bool = False,
     reload_order: int | None = None,
     first: bool = False,
@@ -51,8 +51,8 @@ def offload(
         name,
         out_s=out_s,
         back_s=back_s,
-        link=link,
-        held=held,
+        graph_name=graph_name,
+        external=external,
         host=host,
         reload_order=reload_order,
         first=first,
@@ -64,14 +64,14 @@ def _offload(x: Tensor, *rest: Any, **keywords: Any) -> Tensor:
     return make_token(offload(x, *rest, **keywords))
 
 
-def release(owner: Owner, x: Tensor, late: bool = False, own: bool = False) -> Tensor:
+def release(owner: Owner, x: Tensor, deferred: bool = False, exclusive: bool = False) -> Tensor:
     """The op, called without the dispatcher. It returns what autograd saves: a token."""
-    owner.engine.release(owner, x, late=late, own=own)
+    owner.engine.release(owner, x, deferred=deferred, exclusive=exclusive)
     return make_token(owner)
 
 
-def _release(token: Tensor, x: Tensor, late: bool = False, own: bool = False) -> Tensor:
-    return release(_engines.owner_of(token), x, late, own)
+def _release(token: Tensor, x: Tensor, deferred: bool = False, exclusive: bool = False) -> Tensor:
+    return release(_engines.owner_of(token), x, deferred, exclusive)
 
 
 def reload(

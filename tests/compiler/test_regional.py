@@ -186,7 +186,7 @@ def test_between_forward_and_backward_nothing_is_held_that_was_moved(inner: Any)
 
 
 def test_what_leaves_after_forward_has_returned_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hazard 1 between two graphs: the compiler reuses the memory of a tensor after its late release."""
+    """Hazard 1 between two graphs: the compiler reuses the memory of a tensor after its deferred release."""
     forward_is_over = threading.Event()
     copy_out = CpuMover.copy_out
     count = 0

@@ -112,7 +112,7 @@ def test_processes_that_measure_at_the_same_time_go_on_with_what_was_stored_firs
 @pytest.mark.parametrize(
     "changed", ["device", "processor", "cores", "threads", "torch_version", "libraries", "settings"]
 )
-def test_another_machine_or_torch_or_setting_has_a_file_of_its_own(changed: str, directory: Path) -> None:
+def test_another_machine_or_torch_or_setting_has_a_separate_file(changed: str, directory: Path) -> None:
     CallTimes(KEY, FakeRunner(1.0)).of([product(2)])
     fields = {name: getattr(KEY, name) for name in KEY.__dataclass_fields__}
     other = TimesKey(**{**fields, changed: 3 if changed in ("cores", "threads") else "other"})
@@ -204,7 +204,7 @@ def test_a_file_that_is_gone_is_written_again(directory: Path) -> None:
     assert again.of([product(2), product(3)]) == {product(2).key: 1.0, product(3).key: 2.0}
 
 
-def test_where_nothing_can_be_stored_each_process_has_a_generation_of_its_own(
+def test_without_a_place_to_store_them_each_process_has_a_separate_generation(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory.write_text("a file in place of the directory")

@@ -105,7 +105,7 @@ def test_threads_of_one_process_measure_once(measurements: Measurements, ssd_dir
     assert measurements.count == 1
 
 
-def test_another_number_of_threads_has_a_profile_of_its_own(
+def test_another_number_of_threads_has_a_separate_profile(
     measurements: Measurements, ssd_dir: str, profiles: Path, one_thread: None
 ) -> None:
     load_hardware("cpu", ssd_dir)
@@ -116,7 +116,7 @@ def test_another_number_of_threads_has_a_profile_of_its_own(
 
 
 @pytest.mark.parametrize("field", ["device", "processor", "file_system", "torch_version"])
-def test_another_machine_has_a_profile_of_its_own(field: str, ssd_dir: str) -> None:
+def test_another_machine_has_a_separate_profile(field: str, ssd_dir: str) -> None:
     key = profile_key("cpu", (ssd_dir,))
     assert dataclasses.replace(key, **{field: "other"}).file_name != key.file_name
 
@@ -164,7 +164,7 @@ def test_a_profile_with_other_fields_is_measured_again(measurements: Measurement
     assert load_hardware("cpu", ssd_dir) == HARDWARE
 
 
-def test_who_stores_first_is_right(
+def test_the_first_stored_profile_is_kept(
     measurements: Measurements, ssd_dir: str, monkeypatch: pytest.MonkeyPatch, profiles: Path
 ) -> None:
     """1. This process finds no profile and measures. 2. Another one stores its profile first. 3. Both use that one."""

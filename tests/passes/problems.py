@@ -38,20 +38,20 @@ def random_problem(rng: random.Random, *, num_movables: int, num_positions: int)
     step = rng.choice([MIB, MIB, 1])  # a few equal sizes, or all different ones
     movables: list[Movable] = []
     for idx, (start, wait) in enumerate(zip(made_at, read_at, strict=True)):
-        complete = min(start + rng.choice([1, 1, 1, 2]), marker)
-        last_read = rng.choice([complete, complete, complete + 1, rng.randint(complete, marker)])
+        offload = min(start + rng.choice([1, 1, 1, 2]), marker)
+        last_read = rng.choice([offload, offload, offload + 1, rng.randint(offload, marker)])
         movables.append(
             Movable(
                 idx=3 * idx,
                 size_bytes=step * rng.choice([1, 2, 4, 4, 8]) if step == MIB else rng.randint(MIB, 8 * MIB),
-                start=start,
-                complete=complete,
+                live_start=start,
+                offload=offload,
                 earliest_release=min(last_read, marker),
                 wait=wait,
-                end=min(wait + rng.choice([1, 1, 2, 4]), num_positions),
+                live_end=min(wait + rng.choice([1, 1, 2, 4]), num_positions),
             )
         )
-    movables.sort(key=lambda movable: (movable.complete, movable.idx))
+    movables.sort(key=lambda movable: (movable.offload, movable.idx))
     node_s = [rng.choice([0.1, 1.0, 1.0, 3.0]) * rng.uniform(0.5, 1.5) * 1e-3 for _ in range(num_positions)]
     node_s[marker] = 0.0
     moved_bytes = sum(movable.size_bytes for movable in movables)
@@ -130,11 +130,11 @@ def layered_problem(
             Movable(
                 idx=len(movables),
                 size_bytes=(4 if slot == 0 else 16) * MIB + rng.randrange(MIB) // 4096 * 4096,
-                start=start,
-                complete=start + 1,
+                live_start=start,
+                offload=start + 1,
                 earliest_release=min(start + 1 + rng.choice([0, 1, 1, nodes_per_layer]), marker),
                 wait=wait,
-                end=wait + 2,
+                live_end=wait + 2,
             )
         )
     node_s = [1e-3 * rng.uniform(0.2, 2.0) for _ in range(num_positions)]

@@ -96,7 +96,7 @@ def test_the_simulation_of_a_policy_is_what_the_plan_predicts() -> None:
     simulated: list[float] = []
 
     def move_one(analysis: StepAnalysis, costs: Costs, budget: Budget) -> Mapping[str, Decision]:
-        decisions = costs.place(["exp"], haste=float("inf"))
+        decisions = costs.place(["exp"], ssd_speedup=float("inf"))
         simulated.extend([costs.simulate(decisions).exposed_s, costs.simulate(decisions).peak_bytes])
         return decisions
 
@@ -178,7 +178,7 @@ def test_whatever_a_policy_returns_no_bit_changes(name: str, data: st.DataObject
     def anything(analysis: StepAnalysis, costs: Costs, budget: Budget) -> Mapping[str, Decision]:
         names = data.draw(st.lists(st.sampled_from(sorted(analysis.movables)), unique=True, min_size=1))
         decisions: dict[str, Decision] = {}
-        for name, decision in costs.place(names, haste=data.draw(st.sampled_from([0.1, 1.0, 9.0]))).items():
+        for name, decision in costs.place(names, ssd_speedup=data.draw(st.sampled_from([0.1, 1.0, 9.0]))).items():
             field = data.draw(st.sampled_from(["release", "reload"]))
             change = getattr(decision, field) + data.draw(st.integers(-4, 4))
             decisions[name] = dataclasses.replace(decision, **{field: change})
@@ -419,7 +419,7 @@ def run_their_training(directory: Path, inner: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_somebody_else_can_bring_a_policy_and_a_pass(tmp_path: Path) -> None:
+def test_another_package_can_define_a_policy_and_a_pass(tmp_path: Path) -> None:
     """In separate modules and a separate process, with `backend="ssdtrain"` and options."""
     write(tmp_path, "their_policies.py", THEIR_POLICY.format(count=3))
     write(tmp_path, "their_training.py", THEIR_TRAINING)

@@ -105,9 +105,7 @@ def test_it_tells_where_the_seconds_come_from(browser: Any, report: Report, tmp_
 
 
 @needs_chromium
-def test_the_host_tier_has_a_lane_of_its_own(
-    browser: Any, report: Report, tiered_report: Report, tmp_path: Path
-) -> None:
+def test_the_host_tier_has_a_separate_lane(browser: Any, report: Report, tiered_report: Report, tmp_path: Path) -> None:
     opened = Opened(browser, tiered_report, tmp_path)
     assert "6 of 6 storages leave memory, up to 4.00 MiB in host memory" in opened.page.locator("#tiles").inner_text()
     lanes = opened.page.locator("#chart text", has_text=re.compile("^(write|read|host)$"))
@@ -302,7 +300,7 @@ def test_equal_reports_give_equal_pages(report: Report) -> None:
     assert _page(report) == _page(Report.from_json(report.to_json()))
 
 
-def test_every_decision_of_a_plan_has_a_style_of_its_own() -> None:
+def test_every_decision_of_a_plan_has_a_distinct_style() -> None:
     assert set(STYLES) == {kind.__name__ for kind in get_args(PlannedDecision)}
     for look in ("color", "name", "meaning"):
         assert len({getattr(style, look) for style in STYLES.values()}) == len(STYLES)

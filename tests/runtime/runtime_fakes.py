@@ -212,12 +212,12 @@ def open_engine(file: MemoryFile, config: EngineConfig, clock: Clock = time.perf
 
 
 def offload(
-    engine: Engine, x: Tensor, name: str = "x", *, late: bool = False, own: bool = False, **hints: Any
+    engine: Engine, x: Tensor, name: str = "x", *, deferred: bool = False, exclusive: bool = False, **hints: Any
 ) -> Tensor:
     """Offload, release, and overwrite ``x`` as a compiler might, unless the engine may hold it."""
     token = engine.offload(x, name, **hints)
-    token = engine.release(token, x, late=late, own=own)
-    if x.numel() and not (late or own):
+    token = engine.release(token, x, deferred=deferred, exclusive=exclusive)
+    if x.numel() and not (deferred or exclusive):
         x.fill_(1)
     return token
 

@@ -35,7 +35,7 @@ def test_release_refuses_a_copy(file: MemoryFile, directory: str) -> None:
         engine.release(token, x)
 
 
-def test_release_does_not_mind_the_stride_of_a_dimension_of_size_1(file: MemoryFile, directory: str) -> None:
+def test_release_ignores_the_stride_of_a_dimension_of_size_1(file: MemoryFile, directory: str) -> None:
     with engine_on(file, directory) as engine:
         x = torch.arange(4).view(1, 4)
         engine.release(engine.offload(x, "x"), x.as_strided((1, 4), (77, 1)))
@@ -139,7 +139,9 @@ def test_release_waits_for_the_last_copy_and_counts_it(file: MemoryFile, directo
         assert torch.equal(fetch(engine, token, torch.arange(1536)), torch.arange(1536))
 
 
-def test_what_somebody_waits_for_goes_first(file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_that_a_thread_waits_for_come_first(
+    file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One transfer at a time. A write is held; two more writes and the reloads of a, b and c are queued in this order.
 
     A thread then waits for c: c is read first, then the other reloads, and the writes come last.

@@ -52,7 +52,7 @@ def test_a_reload_that_waits_for_what_is_never_copied_ends(file: MemoryFile, tmp
     """1. The second half of a tensor gets no staging buffer. 2. A reload waits for it. 3. Both are dropped."""
     with engine_on(file, str(tmp_path), host_budget_bytes=2 * 4096, io_timeout_s=5.0) as engine:
         file.writes_may_go_on.clear()
-        token = offload(engine, ORIGINALS[0].clone(), late=True)
+        token = offload(engine, ORIGINALS[0].clone(), deferred=True)
         file.write_begun.acquire()
         y = engine.reload(token, ORIGINALS[0].size(), ORIGINALS[0].stride(), torch.int64, torch.device("cpu"))
         del token, y

@@ -119,7 +119,7 @@ def test_a_forked_child_records_no_trace(tmp_path: Path) -> None:
     assert (returncode, output) == (0, "1\n"), errors
 
 
-def test_a_forked_child_has_engines_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_has_separate_engines(tmp_path: Path) -> None:
     script = """
         from ssdtrain_fx.errors import ActivationLostError
         token = offload(x)

@@ -32,7 +32,7 @@ effects = st.one_of(
 )
 damage = st.builds(Flip, st.integers(0, 4095), st.integers(1, 255))
 threads = st.integers(0, THREADS - 1)
-releases = st.sampled_from([{}, {}, {"own": True}, {"own": True, "late": True}])
+releases = st.sampled_from([{}, {}, {"exclusive": True}, {"exclusive": True, "deferred": True}])
 waits = st.sampled_from([{}, {"out_s": 0.0, "back_s": 0.0}, {"out_s": 0.0, "back_s": 0.0, "stall_s": 1.0}])
 """What the plan says about the time that a tensor has, and about the stalls that it causes."""
 
@@ -78,7 +78,7 @@ class Operations(RuleBasedStateMachine):
         elements=st.sampled_from([0, 1, 512, 1024, 1100, 3000]),
         host=st.booleans(),
         order=st.none() | st.integers(0, 5),
-        link=st.sampled_from(["", "", "", "first", "second"]),
+        graph_name=st.sampled_from(["", "", "", "first", "second"]),
         release=releases,
         wait=waits,
     )
@@ -88,12 +88,12 @@ class Operations(RuleBasedStateMachine):
         elements: int,
         host: bool,
         order: int | None,
-        link: str,
+        graph_name: str,
         release: dict[str, Any],
         wait: dict[str, Any],
     ) -> int:
-        self.are_linked |= bool(link)
-        hints = {"host": host, "reload_order": order, "link": link, **release, **wait}
+        self.are_linked |= bool(graph_name)
+        hints = {"host": host, "reload_order": order, "graph_name": graph_name, **release, **wait}
         return self._offload(thread, elements, hints)
 
     @rule(target=tensors, thread=threads, orders=st.permutations(range(4)), host=st.sampled_from([[], [0], [1, 2]]))

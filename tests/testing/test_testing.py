@@ -233,7 +233,7 @@ def write_package(directory: Path, files: dict[str, str]) -> None:
         path.write_text(textwrap.dedent(text).lstrip())
 
 
-def test_somebody_else_can_test_a_pass(tmp_path: Path) -> None:
+def test_another_package_can_test_a_pass(tmp_path: Path) -> None:
     """Runs from outside: in a separate package and process, without access to these tests."""
     write_package(tmp_path, SOMEBODY_ELSES_PACKAGE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]

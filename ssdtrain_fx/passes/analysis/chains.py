@@ -66,7 +66,7 @@ def find_activations(joint: ScheduledJointGraph) -> frozenset[fx.Node]:
     )
 
 
-def name_link(joint: ScheduledJointGraph) -> str:
+def name_graph(joint: ScheduledJointGraph) -> str:
     """A name that only equal graphs share. It is the same in every process."""
     values = ((node.name, node.meta.get("val")) for node in joint.graph.nodes)
     lines = [f"{name} {tuple(value.shape) if isinstance(value, torch.Tensor) else value}" for name, value in values]

@@ -45,7 +45,7 @@ def estimate_node_seconds(
 
 
 @dataclasses.dataclass(slots=True)
-class _Bill:
+class _GroupCost:
     """The cost of one group, summed over its members."""
 
     arithmetic_s: float = 0.0
@@ -60,40 +60,40 @@ def _price(
     sizes = [_storage_bytes(alias_sets, idx) for idx in range(len(alias_sets.storages))]
     maker: dict[int, int] = {}
     needed_outside: set[tuple[int, int]] = set()  # storage, group that made it
-    bills: dict[int, _Bill] = {}
+    group_costs: dict[int, _GroupCost] = {}
     for position, fact in enumerate(facts):
         group = groups[position]
         if fact.node.op == "output":
             needed_outside.update((idx, maker[idx]) for idx, _ in fact.read if idx in maker)
         if fact.kind is Kind.FREE:
             continue
-        bill = bills.setdefault(group, _Bill())
-        bill.last = position
-        bill.moved_bytes += fact.traffic_bytes
-        bill.arithmetic_s += fact.flops / _flop_rate(hardware, fact)
-        bill.arithmetic_s += fact.expensive_elements / _rate(hardware.elements_per_s, fact.dtype)
+        cost = group_costs.setdefault(group, _GroupCost())
+        cost.last = position
+        cost.moved_bytes += fact.traffic_bytes
+        cost.arithmetic_s += fact.flops / _flop_rate(hardware, fact)
+        cost.arithmetic_s += fact.expensive_elements / _rate(hardware.elements_per_s, fact.dtype)
         for idx, size_bytes in fact.read:
             if idx in maker and maker[idx] == group:
                 continue
             if idx in maker:
                 needed_outside.add((idx, maker[idx]))
-            bill.read[idx] = min(bill.read.get(idx, 0) + size_bytes, sizes[idx])
+            cost.read[idx] = min(cost.read.get(idx, 0) + size_bytes, sizes[idx])
         for idx, size_bytes in fact.written:
-            bill.moved_bytes += size_bytes
+            cost.moved_bytes += size_bytes
             maker[idx] = group
         for idx in fact.made:
             maker[idx] = group
     for fact, group in zip(facts, groups, strict=True):
         if fact.kind is not Kind.FREE:
-            bills[group].moved_bytes += sum(
+            group_costs[group].moved_bytes += sum(
                 sizes[idx]
                 for idx in fact.made
                 if not fused or fact.kind is Kind.KERNEL or (idx, group) in needed_outside
             )
     seconds = [0.0] * len(facts)
-    for bill in bills.values():
-        moved_bytes = bill.moved_bytes + sum(bill.read.values())
-        seconds[bill.last] = max(bill.arithmetic_s, moved_bytes / hardware.memory_bytes_per_s) + hardware.kernel_s
+    for cost in group_costs.values():
+        moved_bytes = cost.moved_bytes + sum(cost.read.values())
+        seconds[cost.last] = max(cost.arithmetic_s, moved_bytes / hardware.memory_bytes_per_s) + hardware.kernel_s
     return tuple(seconds)
 
 

@@ -37,7 +37,7 @@ def pose_problem(
         node_s=analysis.node_s,
         marker=marker,
         fixed_live_bytes=memory_profile(fixed, len(positions)).live_bytes,
-        movables=tuple(sorted(movables, key=lambda movable: (movable.complete, movable.idx))),
+        movables=tuple(sorted(movables, key=lambda movable: (movable.offload, movable.idx))),
         hardware=hardware,
         recompute_s=0.0 if step_s is None else sum(analysis.node_s) - step_s,
         host=None if analysis.activations else host,
@@ -67,9 +67,9 @@ def _describe_movable(
     return Movable(
         idx=interval.storage_idx,
         size_bytes=interval.size_bytes,
-        start=interval.start,
-        complete=positions[representative] + 1,
+        live_start=interval.start,
+        offload=positions[representative] + 1,
         earliest_release=last_forward_read + 1,
         wait=first_backward_read,
-        end=interval.end,
+        live_end=interval.end,
     )

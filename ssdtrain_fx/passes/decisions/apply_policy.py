@@ -42,7 +42,7 @@ def apply_policy(policy: Policy, analysis: Analysis, problem: TransferProblem, b
     decisions = _check(policy, step, policy(step, costs, budget))
     placements = costs.placements(decisions)
     _check_host_tier(policy, problem, step.movables, placements)
-    choice = Choice(placements, simulate(problem, placements), haste=1.0)
+    choice = Choice(placements, simulate(problem, placements), ssd_speedup=1.0)
     reasons = {name: decision.reason for name, decision in decisions.items() if isinstance(decision, Keep)}
     plan = describe_plan(analysis, problem, choice, reason_not_moved=KEPT_BY_POLICY, reasons=reasons)
     if budget.memory_budget_bytes is not None and plan.peak_after_bytes > budget.memory_budget_bytes:
@@ -94,7 +94,7 @@ def _check(policy: Policy, step: StepAnalysis, decisions: object) -> dict[str, D
 
 
 def _check_positions(policy: Policy, name: str, decision: Placement, movable: Movable, marker: int) -> None:
-    first_release = max(movable.complete, movable.earliest_release)
+    first_release = max(movable.offload, movable.earliest_release)
     for field, found, first, last, reason in (
         ("release", decision.release, first_release, marker, "after the last read in forward, before backward begins"),
         ("reload", decision.reload, marker + 1, movable.wait, "in backward, before the first read there"),

@@ -182,7 +182,7 @@ def _find_room(problem: TransferProblem, choice: Choice) -> Mapping[int, int]:
     left = [0] * (count + 1)
     for movable in problem.movables:
         if movable.idx in choice.placements:
-            left[movable.end] += movable.size_bytes
+            left[movable.live_end] += movable.size_bytes
     left_bytes = list(itertools.accumulate(left))
     positions = sorted({placement.reload for placement in choice.placements.values()})
     room: dict[int, int] = {}
@@ -208,11 +208,11 @@ def _decide(
     start_s = simulation.start_s
     where = "in host memory" if placement.tier == "host" else "away"
     release_stall_s, wait_stall_s = simulation.release_stall_s.get(idx, 0.0), simulation.wait_stall_s.get(idx, 0.0)
-    out_s = start_s[placement.release] - start_s[movable.complete]
+    out_s = start_s[placement.release] - start_s[movable.offload]
     back_s = start_s[movable.wait] - start_s[placement.reload]
     return Offload(
         representative=candidate.representative.name,
-        offload=movable.complete,
+        offload=movable.offload,
         release=placement.release,
         reload=placement.reload,
         wait=movable.wait,

@@ -59,7 +59,7 @@ def fill_host_tier(host: HostTier | None, moved: Iterable[Movable]) -> frozenset
     absences = [
         LiveInterval(
             storage_idx=movable.idx,
-            start=movable.complete,
+            start=movable.offload,
             end=movable.wait,
             size_bytes=host.held_bytes(movable.size_bytes),
         )

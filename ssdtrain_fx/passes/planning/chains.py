@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ssdtrain_fx.passes.planning.place_transfers import HASTES, Choice, place
+from ssdtrain_fx.passes.planning.place_transfers import SSD_SPEEDUPS, Choice, place
 from ssdtrain_fx.passes.planning.simulate import simulate
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, TransferProblem
 
@@ -29,7 +29,7 @@ def choose_most(problem: TransferProblem, *, max_slowdown: float) -> Choice:
     for movable in sorted(problem.movables, key=price):
         if exposed_in_chain_s(problem, [*chosen, movable]) <= allowed_s:
             chosen.append(movable)
-    placements = place(problem, chosen, HASTES[0])
+    placements = place(problem, chosen, SSD_SPEEDUPS[0])
     alone = simulate(problem, placements)
     forward_s = alone.start_s[problem.marker]
     in_chain = dataclasses.replace(
@@ -37,13 +37,13 @@ def choose_most(problem: TransferProblem, *, max_slowdown: float) -> Choice:
         exposed_s=exposed_in_chain_s(problem, chosen),
         # A storage that is released at the end of forward has until the end of the next forward to be written.
         release_stall_s={
-            movable.idx: 2 * forward_s - alone.start_s[movable.complete]
+            movable.idx: 2 * forward_s - alone.start_s[movable.offload]
             for movable in chosen
             if placements[movable.idx].release == problem.marker
         },
         wait_stall_s={},
     )
-    return Choice(placements, in_chain, HASTES[0])
+    return Choice(placements, in_chain, SSD_SPEEDUPS[0])
 
 
 def exposed_in_chain_s(problem: TransferProblem, chosen: Sequence[Movable]) -> float:

@@ -7,9 +7,9 @@
        reload    at the last node that starts early enough for the read to finish before the wait; reads are packed
                  backwards from their waits, so that each is as late as possible
 
-   Given the order of transfers, no other positions need less memory, so a set has one placement for each ``haste``. The
-   placement assumes an SSD that is ``haste`` times as fast as the real one. Above 1, storages take less memory, but the
-   stream stalls where the SSD cannot keep up. Below 1, time is left in reserve.
+   Given the order of transfers, no other positions need less memory, so a set has one placement for each
+   ``ssd_speedup``. The placement assumes an SSD that is ``ssd_speedup`` times as fast as the real one. Above 1,
+   storages take less memory, but the stream stalls where the SSD cannot keep up. Below 1, time is left in reserve.
 
 2. *Rank.* Pick storages that lower the current peak, until no storage can lower it. Two orders are tried. Latest reuse
    first (Belady) is best where SSD time is scarce. Most bytes per second of compute-stream time first is best where the
@@ -37,7 +37,7 @@ from ssdtrain_fx.passes.planning.assign_tiers import fill_host_tier
 from ssdtrain_fx.passes.planning.simulate import Simulation, peak_bytes, simulate, simulate_within
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, Placements, TransferProblem
 
-HASTES = (0.8, 1.0, 2.0, 4.0, float("inf"))
+SSD_SPEEDUPS = (0.8, 1.0, 2.0, 4.0, float("inf"))
 """Tried in this order. 0.8 leaves a quarter of the transfer time in reserve for effects that are not simulated."""
 MAX_REFUSALS = 64
 """Storages that may be refused before the planner gives up on the rest. A guess."""
@@ -54,7 +54,8 @@ class Choice:
 
     placements: dict[int, Placement]
     simulation: Simulation
-    haste: float
+    ssd_speedup: float
+    """The placement is for an SSD that is this many times as fast; below 1 leaves time in reserve."""
 
     @property
     def peak_bytes(self) -> int:
@@ -65,16 +66,17 @@ def choose_lowest_peak(
     problem: TransferProblem,
     *,
     max_slowdown: float,
-    hastes: Iterable[float] = HASTES,
+    ssd_speedups: Iterable[float] = SSD_SPEEDUPS,
     max_tried_positions: int = MAX_TRIED_POSITIONS,
 ) -> Choice:
     """Find the lowest peak that exposes at most ``max_slowdown`` of the step, with few storages offloaded."""
     allowed_s = max_slowdown * problem.step_s
     found = [
-        _grow(problem, ranked, haste, allowed_s=allowed_s, goal_bytes=0) for haste, ranked in _ranks(problem, hastes)
+        _grow(problem, ranked, ssd_speedup, allowed_s=allowed_s, goal_bytes=0)
+        for ssd_speedup, ranked in _ranks(problem, ssd_speedups)
     ]
-    found += _beginnings(problem, hastes, allowed_s=allowed_s)
-    found.sort(key=lambda choice: choice.peak_bytes)  # stable: the smaller haste wins
+    found += _beginnings(problem, ssd_speedups, allowed_s=allowed_s)
+    found.sort(key=lambda choice: choice.peak_bytes)  # stable: the smaller ssd_speedup wins
     best = found[0]
     floor = floor_bytes(problem)
     tries = max_tried_positions // max(1, len(problem.node_s))
@@ -82,17 +84,19 @@ def choose_lowest_peak(
         improved, tries = _improve(problem, start, allowed_s=allowed_s, floor=floor, tries=tries)
         if improved.peak_bytes < best.peak_bytes:
             best = improved
-    return _thin(problem, best, goal_bytes=best.peak_bytes, allowed_s=allowed_s)
+    return _drop_unneeded(problem, best, goal_bytes=best.peak_bytes, allowed_s=allowed_s)
 
 
-def choose_cheapest(problem: TransferProblem, *, budget_bytes: int, hastes: Iterable[float] = HASTES) -> Choice | None:
+def choose_cheapest(
+    problem: TransferProblem, *, budget_bytes: int, ssd_speedups: Iterable[float] = SSD_SPEEDUPS
+) -> Choice | None:
     """Find the least exposed time with a peak of at most ``budget_bytes``. Return None if no placement reaches it."""
     best: Choice | None = None
-    for haste, ranked in _ranks(problem, hastes):
-        found = _grow(problem, ranked, haste, allowed_s=float("inf"), goal_bytes=budget_bytes)
+    for ssd_speedup, ranked in _ranks(problem, ssd_speedups):
+        found = _grow(problem, ranked, ssd_speedup, allowed_s=float("inf"), goal_bytes=budget_bytes)
         if found.peak_bytes > budget_bytes:
             continue
-        found = _thin(problem, found, goal_bytes=budget_bytes, allowed_s=float("inf"))
+        found = _drop_unneeded(problem, found, goal_bytes=budget_bytes, allowed_s=float("inf"))
         if best is None or found.simulation.exposed_s < best.simulation.exposed_s:
             best = found
     return best
@@ -100,7 +104,7 @@ def choose_cheapest(problem: TransferProblem, *, budget_bytes: int, hastes: Iter
 
 def choose_all(problem: TransferProblem) -> Choice:
     """Offload every storage, at any cost in time."""
-    return _choice(problem, problem.movables, HASTES[0])
+    return _choice(problem, problem.movables, SSD_SPEEDUPS[0])
 
 
 def floor_bytes(problem: TransferProblem) -> int:
@@ -109,17 +113,17 @@ def floor_bytes(problem: TransferProblem) -> int:
 
 
 def place(
-    problem: TransferProblem, chosen: Iterable[Movable], haste: float, *, on_host: Collection[int] = frozenset()
+    problem: TransferProblem, chosen: Iterable[Movable], ssd_speedup: float, *, on_host: Collection[int] = frozenset()
 ) -> dict[int, Placement]:
-    """Place the releases and reloads of ``chosen``, as if the SSD and the copies were ``haste`` times as fast.
+    """Place the releases and reloads of ``chosen``, as if the SSD and the copies were ``ssd_speedup`` times as fast.
 
     Args:
         on_host: indices of the storages that the host tier holds.
     """
-    chosen = sorted(chosen, key=lambda movable: (movable.complete, movable.idx))
+    chosen = sorted(chosen, key=lambda movable: (movable.offload, movable.idx))
     clock = _Clock.of(problem, chosen)
-    releases = _place_releases(problem, chosen, clock, haste, on_host)
-    reloads = _place_reloads(problem, chosen, clock, haste, on_host)
+    releases = _place_releases(problem, chosen, clock, ssd_speedup, on_host)
+    reloads = _place_reloads(problem, chosen, clock, ssd_speedup, on_host)
     return {
         movable.idx: Placement(
             releases[movable.idx], reloads[movable.idx], tier="host" if movable.idx in on_host else "ssd"
@@ -141,7 +145,7 @@ class _Clock:
     def of(cls, problem: TransferProblem, chosen: Iterable[Movable]) -> _Clock:
         extra_s = np.zeros(len(problem.node_s))
         for movable in chosen:
-            extra_s[movable.complete] += problem.blocks_out_s(movable.size_bytes)
+            extra_s[movable.offload] += problem.blocks_out_s(movable.size_bytes)
             extra_s[movable.wait] += problem.blocks_in_s(movable.size_bytes)
         reached_s = np.zeros(len(extra_s) + 1)
         np.cumsum(problem.node_seconds + extra_s, out=reached_s[1:])
@@ -152,7 +156,7 @@ def _place_releases(
     problem: TransferProblem,
     chosen: Sequence[Movable],
     clock: _Clock,
-    haste: float,
+    ssd_speedup: float,
     on_host: Collection[int] = frozenset(),
 ) -> dict[int, int]:
     hardware, marker = problem.hardware, problem.marker
@@ -164,28 +168,28 @@ def _place_releases(
     """For each write: the bytes queued up to and including it, and when it ends."""
     oldest = 0
     for movable in chosen:
-        size_bytes, complete = movable.size_bytes, movable.complete
+        size_bytes, offload = movable.size_bytes, movable.offload
         if movable.idx in on_host:
             assert problem.host is not None
             room_bytes -= problem.host.held_bytes(size_bytes)
         else:
             queued += size_bytes
-            written_s = max(written_s, clock.reached_s[complete]) + hardware.write.transfer_s(size_bytes) / haste
+            written_s = max(written_s, clock.reached_s[offload]) + hardware.write.transfer_s(size_bytes) / ssd_speedup
             writes.append((queued, written_s))
-        left_s = clock.start_s[complete]
+        left_s = clock.start_s[offload]
         if not hardware.copies_block_compute:
-            left_s = max(copied_s, left_s) + hardware.copy_out.transfer_s(size_bytes) / haste
+            left_s = max(copied_s, left_s) + hardware.copy_out.transfer_s(size_bytes) / ssd_speedup
         must_be_written = min(queued, queued - room_bytes)
         if must_be_written > 0:
             while writes[oldest][0] < must_be_written:
                 oldest += 1
             end, end_s = writes[oldest]
-            left_s = max(left_s, end_s - (end - must_be_written) / hardware.write.bytes_per_s / haste)
+            left_s = max(left_s, end_s - (end - must_be_written) / hardware.write.bytes_per_s / ssd_speedup)
         copied_s = left_s
-        if movable.earliest_release <= complete and left_s <= clock.start_s[complete]:
-            releases[movable.idx] = complete
+        if movable.earliest_release <= offload and left_s <= clock.start_s[offload]:
+            releases[movable.idx] = offload
         else:
-            first = max(movable.earliest_release, min(complete + 1, marker))
+            first = max(movable.earliest_release, min(offload + 1, marker))
             releases[movable.idx] = bisect.bisect_left(clock.reached_s, left_s, first, marker)
     return releases
 
@@ -194,7 +198,7 @@ def _place_reloads(
     problem: TransferProblem,
     chosen: Sequence[Movable],
     clock: _Clock,
-    haste: float,
+    ssd_speedup: float,
     on_host: Collection[int] = frozenset(),
 ) -> dict[int, int]:
     hardware, reached_s, marker = problem.hardware, clock.reached_s, problem.marker
@@ -204,43 +208,43 @@ def _place_reloads(
         needed_s, size_bytes = reached_s[movable.wait], movable.size_bytes
         if movable.idx in on_host:
             copy_s = 0.0 if hardware.copies_block_compute else hardware.copy_in.transfer_s(size_bytes)
-            begin_s = next_copy_s = min(needed_s, next_copy_s) - copy_s / haste
+            begin_s = next_copy_s = min(needed_s, next_copy_s) - copy_s / ssd_speedup
         else:
-            begin_s = next_read_s = min(needed_s, next_read_s) - hardware.read.transfer_s(size_bytes) / haste
+            begin_s = next_read_s = min(needed_s, next_read_s) - hardware.read.transfer_s(size_bytes) / ssd_speedup
         last = bisect.bisect_right(reached_s, begin_s, marker + 1, movable.wait + 1) - 1
         reloads[movable.idx] = max(last, marker + 1)
     return reloads
 
 
-def _place_filled(problem: TransferProblem, chosen: Sequence[Movable], haste: float) -> dict[int, Placement]:
-    return place(problem, chosen, haste, on_host=fill_host_tier(problem.host, chosen))
+def _place_filled(problem: TransferProblem, chosen: Sequence[Movable], ssd_speedup: float) -> dict[int, Placement]:
+    return place(problem, chosen, ssd_speedup, on_host=fill_host_tier(problem.host, chosen))
 
 
-def _choice(problem: TransferProblem, chosen: Sequence[Movable], haste: float) -> Choice:
-    placements = _place_filled(problem, chosen, haste)
-    return Choice(placements, simulate(problem, placements), haste)
+def _choice(problem: TransferProblem, chosen: Sequence[Movable], ssd_speedup: float) -> Choice:
+    placements = _place_filled(problem, chosen, ssd_speedup)
+    return Choice(placements, simulate(problem, placements), ssd_speedup)
 
 
 def _choice_within(
-    problem: TransferProblem, chosen: Sequence[Movable], haste: float, *, allowed_s: float, allowed_bytes: int
+    problem: TransferProblem, chosen: Sequence[Movable], ssd_speedup: float, *, allowed_s: float, allowed_bytes: int
 ) -> Choice | None:
     """The same, or None if the exposed time is above ``allowed_s`` or the peak is above ``allowed_bytes``.
 
     Most choices are refused by their peak. That check comes first, because the simulation takes the most time.
     """
-    placements = _place_filled(problem, chosen, haste)
+    placements = _place_filled(problem, chosen, ssd_speedup)
     if peak_bytes(problem, placements) > allowed_bytes:
         return None
     simulation = simulate_within(problem, placements, allowed_s=allowed_s)
-    return None if simulation is None else Choice(placements, simulation, haste)
+    return None if simulation is None else Choice(placements, simulation, ssd_speedup)
 
 
 def _grow(
-    problem: TransferProblem, ranked: Sequence[Movable], haste: float, *, allowed_s: float, goal_bytes: int
+    problem: TransferProblem, ranked: Sequence[Movable], ssd_speedup: float, *, allowed_s: float, goal_bytes: int
 ) -> Choice:
     """Add storages in the order of their rank for as long as the simulation accepts them."""
     chosen: list[Movable] = []
-    best = _choice(problem, chosen, haste)
+    best = _choice(problem, chosen, ssd_speedup)
     best_bytes = best.peak_bytes
     waiting = list(ranked)
     refusals = 0
@@ -248,7 +252,7 @@ def _grow(
     while waiting and best_bytes > goal_bytes and refusals < MAX_REFUSALS:
         run = min(run, len(waiting))
         more = [*chosen, *waiting[:run]]
-        found = _choice_within(problem, more, haste, allowed_s=allowed_s, allowed_bytes=best_bytes)
+        found = _choice_within(problem, more, ssd_speedup, allowed_s=allowed_s, allowed_bytes=best_bytes)
         if found is not None:
             chosen = more
             del waiting[:run]
@@ -262,13 +266,13 @@ def _grow(
     return best
 
 
-def _beginnings(problem: TransferProblem, hastes: Iterable[float], *, allowed_s: float) -> Iterable[Choice]:
+def _beginnings(problem: TransferProblem, ssd_speedups: Iterable[float], *, allowed_s: float) -> Iterable[Choice]:
     """More starting points for the local search in small problems: all sets of one or two storages."""
     if len(problem.movables) > SMALL_PROBLEM:
         return
-    for haste, count in itertools.product(hastes, (1, 2)):
+    for ssd_speedup, count in itertools.product(ssd_speedups, (1, 2)):
         for chosen in itertools.combinations(problem.movables, count):
-            found = _choice(problem, chosen, haste)
+            found = _choice(problem, chosen, ssd_speedup)
             if found.simulation.exposed_s <= allowed_s:
                 yield found
 
@@ -292,7 +296,7 @@ def _improve(
                 continue
             simulation = simulate_within(problem, placements, allowed_s=allowed_s)
             if simulation is not None:
-                best, improved = Choice(placements, simulation, best.haste), True
+                best, improved = Choice(placements, simulation, best.ssd_speedup), True
                 best_bytes = best.peak_bytes
                 break
     return best, tries
@@ -308,7 +312,7 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
         movable = by_idx[idx]
         if placement.reload <= peak_position < movable.wait:
             return Placement(placement.release, peak_position + 1, placement.tier)
-        if max(movable.earliest_release, movable.complete) <= peak_position < placement.release:
+        if max(movable.earliest_release, movable.offload) <= peak_position < placement.release:
             return Placement(peak_position, placement.reload, placement.tier)
         return placement
 
@@ -325,10 +329,10 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
     ]
     others.sort(key=lambda movable: (-movable.size_bytes, movable.earliest_release - movable.wait, movable.idx))
     # Smallest first: they free the most time per byte.
-    drops = sorted(chosen, key=lambda movable: (movable.size_bytes, movable.wait - movable.complete, movable.idx))
+    drops = sorted(chosen, key=lambda movable: (movable.size_bytes, movable.wait - movable.offload, movable.idx))
     for added, dropped in itertools.product(others, _drops(drops)):
         moved = [*(movable for movable in chosen if movable not in dropped), added]
-        found = place(problem, moved, choice.haste, on_host=fill_host_tier(problem.host, moved))
+        found = place(problem, moved, choice.ssd_speedup, on_host=fill_host_tier(problem.host, moved))
         yield found
         tighter = squeezed(added.idx, found[added.idx])
         if tighter != found[added.idx]:
@@ -343,10 +347,10 @@ def _drops(movables: Sequence[Movable]) -> Iterable[tuple[Movable, ...]]:
     yield from itertools.pairwise(movables)
 
 
-def _thin(problem: TransferProblem, choice: Choice, *, goal_bytes: int, allowed_s: float) -> Choice:
+def _drop_unneeded(problem: TransferProblem, choice: Choice, *, goal_bytes: int, allowed_s: float) -> Choice:
     """Drop storages, soonest reuse first, for as long as the peak stays at or below ``goal_bytes``."""
     chosen = [movable for movable in problem.movables if movable.idx in choice.placements]
-    order = sorted(chosen, key=lambda movable: (movable.wait - movable.complete, movable.idx))
+    order = sorted(chosen, key=lambda movable: (movable.wait - movable.offload, movable.idx))
     best = choice
     refusals = 0
     run = max(1, len(order) // 2)
@@ -356,7 +360,7 @@ def _thin(problem: TransferProblem, choice: Choice, *, goal_bytes: int, allowed_
         dropped = {movable.idx for movable in order[first : first + run]}
         kept = [movable for movable in chosen if movable.idx not in dropped]
         still_allowed_s = min(allowed_s, best.simulation.exposed_s + 1e-12)
-        found = _choice_within(problem, kept, choice.haste, allowed_s=still_allowed_s, allowed_bytes=goal_bytes)
+        found = _choice_within(problem, kept, choice.ssd_speedup, allowed_s=still_allowed_s, allowed_bytes=goal_bytes)
         if found is not None:
             chosen, best = kept, found
             first += run
@@ -369,8 +373,8 @@ def _thin(problem: TransferProblem, choice: Choice, *, goal_bytes: int, allowed_
     return best
 
 
-def _ranks(problem: TransferProblem, hastes: Iterable[float]) -> Iterable[tuple[float, list[Movable]]]:
-    """The orders to try at each ``haste``, without duplicates."""
+def _ranks(problem: TransferProblem, ssd_speedups: Iterable[float]) -> Iterable[tuple[float, list[Movable]]]:
+    """The orders to try at each ``ssd_speedup``, without duplicates."""
 
     def latest_reuse(movable: Movable) -> tuple[float, ...]:
         return (movable.earliest_release - movable.wait, -movable.size_bytes, movable.idx)
@@ -380,17 +384,17 @@ def _ranks(problem: TransferProblem, hastes: Iterable[float]) -> Iterable[tuple[
         return (cost_s / max(1, movable.size_bytes), *latest_reuse(movable))
 
     clock = _Clock.of(problem, ())
-    for haste in hastes:
+    for ssd_speedup in ssd_speedups:
         alone: dict[int, Placement] = {}
         for movable in problem.movables:
-            releases = _place_releases(problem, [movable], clock, haste)
-            reloads = _place_reloads(problem, [movable], clock, haste)
+            releases = _place_releases(problem, [movable], clock, ssd_speedup)
+            reloads = _place_reloads(problem, [movable], clock, ssd_speedup)
             alone[movable.idx] = Placement(releases[movable.idx], reloads[movable.idx])
         first = _rank(problem, sorted(problem.movables, key=latest_reuse), alone)
-        yield haste, first
+        yield ssd_speedup, first
         second = _rank(problem, sorted(problem.movables, key=bytes_per_s), alone)
         if second != first:
-            yield haste, second
+            yield ssd_speedup, second
 
 
 def _rank(problem: TransferProblem, waiting: Sequence[Movable], alone: Placements) -> list[Movable]:

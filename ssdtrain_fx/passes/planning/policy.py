@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
-from ssdtrain_fx.passes.planning.place_transfers import HASTES, place
+from ssdtrain_fx.passes.planning.place_transfers import SSD_SPEEDUPS, place
 from ssdtrain_fx.passes.planning.plan import Keep, SavedStorage
 from ssdtrain_fx.passes.planning.simulate import Simulation, simulate
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, TransferProblem
@@ -71,17 +71,17 @@ class Costs:
         hardware, size_bytes = self.problem.hardware, self.movables[name].size_bytes
         return hardware.write.transfer_s(size_bytes) + hardware.read.transfer_s(size_bytes)
 
-    def place(self, names: Iterable[str], *, haste: float = HASTES[0]) -> dict[str, Placement]:
+    def place(self, names: Iterable[str], *, ssd_speedup: float = SSD_SPEEDUPS[0]) -> dict[str, Placement]:
         """Decisions to offload ``names``, with each release as early and each reload as late as the SSD allows.
 
         Args:
-            haste: place as if the SSD were this many times as fast; below 1 leaves time in reserve.
+            ssd_speedup: place as if the SSD were this many times as fast; below 1 leaves time in reserve.
 
         Raises:
             KeyError: no storage has this name, or it must stay in memory.
         """
         chosen = {name: self.movables[name] for name in names}
-        placements = place(self.problem, chosen.values(), haste)
+        placements = place(self.problem, chosen.values(), ssd_speedup)
         return {name: placements[movable.idx] for name, movable in chosen.items()}
 
     def simulate(self, decisions: Mapping[str, Decision]) -> Simulation:

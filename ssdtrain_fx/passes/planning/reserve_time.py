@@ -40,7 +40,7 @@ def reserve_time(problem: TransferProblem, choice: Choice) -> Choice:
     on_host = {idx for idx, placement in choice.placements.items() if placement.tier == "host"}
     for reserve in RESERVES:
         wanted = place(problem, movables, reserve, on_host=on_host)
-        placements = _towards(problem, choice, wanted)
+        placements = _move_towards(problem, choice, wanted)
         simulation = simulate(problem, placements)
         if (
             simulation.peak_bytes <= choice.peak_bytes
@@ -50,7 +50,7 @@ def reserve_time(problem: TransferProblem, choice: Choice) -> Choice:
     return choice
 
 
-def _towards(problem: TransferProblem, choice: Choice, wanted: dict[int, Placement]) -> dict[int, Placement]:
+def _move_towards(problem: TransferProblem, choice: Choice, wanted: dict[int, Placement]) -> dict[int, Placement]:
     """Move every position of ``choice`` as far towards the ``wanted`` one as memory allows."""
     placements = dict(choice.placements)
     size_bytes = {movable.idx: movable.size_bytes for movable in problem.movables}

@@ -227,7 +227,7 @@ def host_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, .
         placement = placements.get(movable.idx)
         if problem.host is not None and placement is not None and placement.tier == "host":
             held_bytes = problem.host.held_bytes(movable.size_bytes)
-            change[movable.complete] += held_bytes
+            change[movable.offload] += held_bytes
             change[movable.wait] -= held_bytes
     return tuple(itertools.accumulate(change[:-1]))
 
@@ -238,10 +238,10 @@ def _events(problem: TransferProblem, placements: Placements) -> list[tuple[int,
         placement = placements.get(movable.idx)
         if placement is None:
             continue
-        at_once = placement.release == movable.complete
+        at_once = placement.release == movable.offload
         needed_at_once = placement.reload == movable.wait
         events += (
-            (movable.complete, Step.OFFLOAD, movable),
+            (movable.offload, Step.OFFLOAD, movable),
             (placement.release, Step.RELEASE_AT_ONCE if at_once else Step.RELEASE, movable),
             (placement.reload, Step.RELOAD_AT_ONCE if needed_at_once else Step.RELOAD, movable),
             (movable.wait, Step.WAIT, movable),

@@ -12,7 +12,7 @@ tightened:
 
     offload, reload   Take ``blocks_out_s`` and ``blocks_in_s`` of the compute stream. Ops at one position have the same
                       order as in the simulation.
-    write             Writes run in the order of ``complete``. A write may begin when its offload is reached.
+    write             Writes run in the order of ``offload``. A write may begin when its offload is reached.
     release           Stalls until the storage has left: it is copied, one copy at a time, and all but the last
                       ``staging_bytes`` of the bytes offloaded so far are on the SSD.
                       Relaxed: the write latencies of as many storages as fit into staging are not counted.
@@ -166,7 +166,7 @@ def _find_slots(problem: TransferProblem, *, compress: bool) -> _Slots:
     reload_at = (marker + 1, *drops)
     changes = {0, num_positions, *release_at, *reload_at}
     for movable in problem.movables:
-        changes |= {movable.start, movable.wait, movable.end}
+        changes |= {movable.live_start, movable.wait, movable.live_end}
     memory_at = [
         max(range(start, end), key=lambda p: problem.fixed_live_bytes[p])
         for start, end in itertools.pairwise(sorted(changes))
@@ -183,10 +183,10 @@ def _find_slots(problem: TransferProblem, *, compress: bool) -> _Slots:
 def _live_bytes(problem: TransferProblem, placements: Placements | None = None) -> tuple[int, ...]:
     change = [0] * (len(problem.node_s) + 1)
     for movable in problem.movables:
-        spans = [(movable.start, movable.end)]
+        spans = [(movable.live_start, movable.live_end)]
         placement = (placements or {}).get(movable.idx)
         if placement is not None:
-            spans = [(movable.start, placement.release), (placement.reload, movable.end)]
+            spans = [(movable.live_start, placement.release), (placement.reload, movable.live_end)]
         for start, end in spans:
             change[start] += movable.size_bytes
             change[end] -= movable.size_bytes
@@ -361,14 +361,14 @@ class _Program:
     def _can_have_left(self, movable: Movable, position: int) -> bool:
         """Whether the storage can have left by ``position`` if it is the only one offloaded."""
         least = max(self._blocks_out(movable) + self._copy_out(movable), self._write(movable) - self._head_start)
-        return least <= self._clock[position] - self._clock[movable.complete] + self._slack
+        return least <= self._clock[position] - self._clock[movable.offload] + self._slack
 
     def _add_memory(self) -> None:
         """The peak is at least the live bytes."""
         for position in self._slots.memory_at:
             terms: list[Term] = [(self._peak, 1.0)]
             for away in self._away:
-                if away.movable.start <= position < away.movable.end:
+                if away.movable.live_start <= position < away.movable.live_end:
                     variable = away.at(position, self.problem.marker)
                     terms.append((variable, away.movable.size_bytes / self._unit_bytes))
             self._add_row(terms, self._slots.keep_all_bytes[position] / self._unit_bytes)
@@ -380,23 +380,23 @@ class _Program:
         whose wait is at a later position takes its time after the second.
         """
         marker, num_positions = self.problem.marker, len(self.problem.node_s)
-        completes = {away.movable.complete for away in self._away}
+        offloads = {away.movable.offload for away in self._away}
         waits = {away.movable.wait for away in self._away}
         reloads = {p for p in self._slots.reload_at if p < max(waits, default=0)}
-        positions = sorted({0, num_positions, *completes, *self._slots.release_at, *reloads, *waits})
+        positions = sorted({0, num_positions, *offloads, *self._slots.release_at, *reloads, *waits})
         before: dict[int, int] = {}
         after: dict[int, int] = {}
         for position in positions:
             start = self._clock[position]
             before[position] = after[position] = self._add_variable(start, start + self._slack)
-            if position in completes or position in waits:
+            if position in offloads or position in waits:
                 after[position] = self._add_variable(start, start + self._slack)
         for position, following in itertools.pairwise(positions):
             inside: list[Term] = []
             behind: list[Term] = []
             for away in self._away:
                 blocks_in = self._blocks_in(away.movable)
-                if away.movable.complete == position:
+                if away.movable.offload == position:
                     inside.append((away.moved, -self._blocks_out(away.movable)))
                 elif away.movable.wait == position:
                     inside.append((away.at(position - 1, marker), -blocks_in))
@@ -418,9 +418,9 @@ class _Program:
         for idx, away in enumerate(self._away):
             movable, moved = away.movable, away.moved
             # Earlier offloads at the same position come first.
-            begins: list[Term] = [(self._before[movable.complete], -1.0)]
+            begins: list[Term] = [(self._before[movable.offload], -1.0)]
             for other in self._away[:idx]:
-                if other.movable.complete == movable.complete:
+                if other.movable.offload == movable.offload:
                     begins.append((other.moved, -self._blocks_out(other.movable)))
             left = self._add_variable(0.0, latest)
             copy_out = self._copy_out(movable)
@@ -436,17 +436,17 @@ class _Program:
                 self._add_row([(left, 1.0), (written, -1.0)], -self._head_start)
                 written_before = written
             for position, released in zip(away.release_at, away.released, strict=True):
-                stream = self._after if position == movable.complete else self._before
+                stream = self._after if position == movable.offload else self._before
                 latest_start = latest - self._clock[position]
                 self._add_row([(stream[position], 1.0), (left, -1.0), (released, -latest_start)], -latest_start)
         # The same in bytes. The rows above imply this for integer values; for fractional values it is much stronger.
         for position in self._slots.release_at:
             for first, away in enumerate(self._away):
-                if away.movable.complete > position:
+                if away.movable.offload > position:
                     break
-                time: list[Term] = [(self._after[position], 1.0), (self._before[away.movable.complete], -1.0)]
+                time: list[Term] = [(self._after[position], 1.0), (self._before[away.movable.offload], -1.0)]
                 gone = [(other.at(position, marker), other.movable) for other in self._away[first:]]
-                passes = self._clock[position] - self._clock[away.movable.complete]
+                passes = self._clock[position] - self._clock[away.movable.offload]
                 for duration, extra in ((self._write, self._head_start), (self._copy_out, 0.0)):
                     terms: list[Term] = [(variable, -duration(movable)) for variable, movable in gone if variable]
                     if -sum(coefficient for _, coefficient in terms) > passes + extra:
@@ -478,9 +478,9 @@ class _Program:
         marker = self.problem.marker
         unwritten, latest = 0.0, 0.0
         for other in reversed(self.problem.movables):
-            if (other.complete, other.idx) <= (movable.complete, movable.idx):
+            if (other.offload, other.idx) <= (movable.offload, movable.idx):
                 unwritten += self._write(other)
-                latest = max(latest, unwritten - (self._clock[marker] - self._clock[other.complete]))
+                latest = max(latest, unwritten - (self._clock[marker] - self._clock[other.offload]))
         latest = min(latest, self._head_start) / self.problem.hardware.share_when_both * (1 + ROUNDING)
         return max(marker, bisect.bisect_left(self._clock, self._clock[marker] + latest) - 1)
 

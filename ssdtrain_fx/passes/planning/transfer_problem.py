@@ -5,19 +5,19 @@ The planner, the simulation and the exact solver all take this value, so they al
 Time. Node p of the scheduled joint graph takes ``node_s[p]`` seconds on one compute stream. All nodes before ``marker``
 are forward. An offloaded storage has four ops:
 
-    offload   at ``complete``: takes ``blocks_out_s`` of the compute stream; the write may then begin
+    offload   at ``offload``: takes ``blocks_out_s`` of the compute stream; the write may then begin
     release   at ``release`` in ``[earliest_release, marker]``: the stream stalls until the storage has left: its last
               byte is in staging, and all but the last ``staging_bytes`` of the bytes offloaded so far are written
     reload    at ``reload`` in ``[marker + 1, wait]``: takes ``blocks_in_s`` of the stream; the read may then begin
     wait      at ``wait``: the stream stalls until the storage is reloaded
 
-Writes run one at a time in the order of ``complete``, reads in the order of ``reload``.
+Writes run one at a time in the order of ``offload``, reads in the order of ``reload``.
 
 A storage in the host tier stays in staging. It has left once it is copied there, it is neither written nor read, and a
 copy reloads it. Until then, less staging is available to the other storages.
 
-Memory. A storage is live in ``[start, end)``; an offloaded one in ``[start, release)`` and ``[reload, end)``.
-``fixed_live_bytes`` counts every storage that cannot be offloaded.
+Memory. A storage is live in ``[live_start, live_end)``; an offloaded one in ``[live_start, release)`` and
+``[reload, live_end)``. ``fixed_live_bytes`` counts every storage that cannot be offloaded.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ class Movable:
     idx: int
     """Index of its alias set."""
     size_bytes: int
-    start: int
-    complete: int
+    live_start: int
+    offload: int
+    """Where the offload is inserted: right after the node that makes it."""
     earliest_release: int
     """Right after its last read in forward."""
     wait: int
     """Its first read in backward."""
-    end: int
+    live_end: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +95,7 @@ class TransferProblem:
     marker: int
     fixed_live_bytes: tuple[int, ...]
     movables: tuple[Movable, ...]
-    """In the order of ``complete``; ties by idx."""
+    """In the order of ``offload``; ties by idx."""
     hardware: Hardware
     recompute_s: float = 0.0
     """Time that recomputation adds to ``node_s``. It counts as exposed time, as stalls do."""
@@ -121,8 +122,8 @@ class TransferProblem:
         """Live bytes at every position without offloading. Read-only: it is shared."""
         change = [0] * (len(self.node_s) + 1)
         for movable in self.movables:
-            change[movable.start] += movable.size_bytes
-            change[movable.end] -= movable.size_bytes
+            change[movable.live_start] += movable.size_bytes
+            change[movable.live_end] -= movable.size_bytes
         moving = list(itertools.accumulate(change))[: len(self.node_s)]
         return np.array(self.fixed_live_bytes, dtype=np.int64) + np.array(moving, dtype=np.int64)
 

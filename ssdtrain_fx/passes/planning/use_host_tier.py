@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from ssdtrain_fx.passes.planning.assign_tiers import fill_host_tier
-from ssdtrain_fx.passes.planning.place_transfers import HASTES, Choice, choose_lowest_peak, floor_bytes, place
+from ssdtrain_fx.passes.planning.place_transfers import SSD_SPEEDUPS, Choice, choose_lowest_peak, floor_bytes, place
 from ssdtrain_fx.passes.planning.simulate import ROUNDING, simulate
 from ssdtrain_fx.passes.planning.transfer_problem import Placement, TransferProblem
 
@@ -36,7 +36,7 @@ def use_host_tier(
     Args:
         choice: a choice without a host tier.
         may_move_others: also try storages that ``choice`` does not offload. This runs the planner once more, at one
-            ``haste`` and without its local search.
+            ``ssd_speedup`` and without its local search.
         time_first: rank by exposed time before the peak.
     """
     if problem.host is None or not choice.placements:
@@ -44,11 +44,14 @@ def use_host_tier(
     exposed_s = choice.simulation.exposed_s
     allowed_s = exposed_s + ROUNDING * problem.step_s
     found = [
-        Choice(placements, simulate(problem, placements), haste) for placements, haste in _arrange(problem, choice)
+        Choice(placements, simulate(problem, placements), ssd_speedup)
+        for placements, ssd_speedup in _arrange(problem, choice)
     ]
     if may_move_others and choice.peak_bytes > floor_bytes(problem):
         share = exposed_s / problem.step_s if problem.step_s else 0.0
-        found.append(choose_lowest_peak(problem, max_slowdown=share, hastes=HASTES[:1], max_tried_positions=0))
+        found.append(
+            choose_lowest_peak(problem, max_slowdown=share, ssd_speedups=SSD_SPEEDUPS[:1], max_tried_positions=0)
+        )
     sizes = {movable.idx: movable.size_bytes for movable in problem.movables}
 
     def rank(one: Choice) -> tuple[float, ...]:
@@ -72,6 +75,6 @@ def _arrange(problem: TransferProblem, choice: Choice) -> Iterable[tuple[dict[in
             idx: dataclasses.replace(placement, tier="host" if idx in on_host else "ssd")
             for idx, placement in choice.placements.items()
         }
-        yield same, choice.haste
-        for haste in HASTES:
-            yield place(problem, moved, haste, on_host=on_host), haste
+        yield same, choice.ssd_speedup
+        for ssd_speedup in SSD_SPEEDUPS:
+            yield place(problem, moved, ssd_speedup, on_host=on_host), ssd_speedup

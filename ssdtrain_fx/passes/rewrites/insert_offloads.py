@@ -62,7 +62,7 @@ def insert_offloads(
     plan: Plan,
     candidates: Sequence[Candidate],
     engine: str,
-    link: str = "",
+    graph_name: str = "",
     order_reloads: bool = False,
 ) -> ScheduledJointGraph:
     """Rewrite ``joint`` in place so that it executes ``plan``. A plan without offloads changes nothing.
@@ -70,7 +70,8 @@ def insert_offloads(
     Args:
         candidates: the candidates that the plan was made from.
         engine: the engine's configuration, as the ops take it (``EngineConfig.to_argument()``).
-        link: the name of the graph if it is part of a chain. A release at the end of forward then does not wait.
+        graph_name: the name of the graph within a chain of graphs; empty outside a chain. Inside a chain, a release
+            at the end of forward does not wait.
         order_reloads: pass the position of its reload in backward, from 0 on, to each offload. This is for devices
             whose engine reads ahead into staging.
 
@@ -118,12 +119,12 @@ def insert_offloads(
     for position, step, chain in steps:
         with joint.graph.inserting_before(nodes[position]):
             if step is Step.OFFLOAD:
-                _insert_offload(joint.graph, chain, symbols, engine, link, is_first=chain is first)
+                _insert_offload(joint.graph, chain, symbols, engine, graph_name, is_first=chain is first)
             elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
                 # An input may be written to outside the graph once forward has returned, so it has to leave before.
-                own = not chain.candidate.storage.is_input
-                late = own and bool(link) and nodes[position] is joint.marker
-                _insert_release(joint.graph, chain, late=late, own=own)
+                exclusive = not chain.candidate.storage.is_input
+                deferred = exclusive and bool(graph_name) and nodes[position] is joint.marker
+                _insert_release(joint.graph, chain, deferred=deferred, exclusive=exclusive)
             elif step is Step.WAIT:
                 replicas = _insert_wait(joint.graph, chain, alias_sets)
                 _redirect_backward_reads(replicas, positions, positions[joint.marker])
@@ -134,7 +135,7 @@ def insert_offloads(
 
 
 def _insert_offload(
-    graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.Node], engine: str, link: str, *, is_first: bool
+    graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.Node], engine: str, graph_name: str, *, is_first: bool
 ) -> None:
     source = chain.source
     value = _value(source)
@@ -157,8 +158,8 @@ def _insert_offload(
     chain.stride = as_arguments(value.stride(), torch.ops.aten.sym_stride.int)
     # The strides are empty here. The compiler fills them in when it chooses the layout of the source.
     arguments: tuple[Argument, ...] = (source, [], source.name, engine, chain.decision.out_s, chain.decision.back_s)
-    if link:
-        arguments += (link, chain.candidate.storage.is_input)
+    if graph_name:
+        arguments += (graph_name, chain.candidate.storage.is_input)
     # As keywords: a reader of the graph looks for these, and few offloads have them.
     keywords: dict[str, Argument] = {"host": True} if chain.decision.tier == "host" else {}
     if chain.reload_order is not None:
@@ -176,10 +177,10 @@ def _expression(symbol: Any) -> object:
     return symbol.node.expr
 
 
-def _insert_release(graph: fx.Graph, chain: _Chain, *, late: bool, own: bool) -> None:
+def _insert_release(graph: fx.Graph, chain: _Chain, *, deferred: bool, exclusive: bool) -> None:
     arguments: tuple[Argument, ...] = (chain.token, chain.source)
-    keywords: dict[str, Argument] = {"own": True} if own else {}
-    token = graph.call_function(RELEASE, (*arguments, True) if late else arguments, keywords)
+    keywords: dict[str, Argument] = {"exclusive": True} if exclusive else {}
+    token = graph.call_function(RELEASE, (*arguments, True) if deferred else arguments, keywords)
     _annotate(token, chain.source, _fake_token(_value(chain.source)))
     chain.token = token
 

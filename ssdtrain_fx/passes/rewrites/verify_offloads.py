@@ -2,7 +2,7 @@
 
 - An offload takes a storage that the graph allocates, that is not held outside the graph and that no op writes to. A
   storage is offloaded once. An input is offloaded only if it is marked as held outside the graph. It is never left to
-  the engine: its release is not ``late``, and it is not marked as ``own``.
+  the engine: its release is not ``deferred``, and it is not marked as ``exclusive``.
 - The token of an offload goes to exactly one release, in forward, together with the same tensor.
 - The storage is not read after the release, and not at all in backward.
 - At no position does the host tier hold more than its budget, by the sizes of the storages.
@@ -62,7 +62,7 @@ def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None)
         release = _only_user(offload, RELEASE)
         if release.args[:2] != (offload, source) or positions[release] > marker:
             _fail(release, "a release must be in forward and take the offloaded tensor itself")
-        if storage.is_input and (release.args[2:] == (True,) or release.kwargs.get("own")):
+        if storage.is_input and (release.args[2:] == (True,) or release.kwargs.get("exclusive")):
             _fail(release, "leaves an input to the engine, although the caller may write to it")
         for member in storage.members:
             for user in member.users:

@@ -178,21 +178,21 @@ class Ahead:
 
 
 class GraphRun:
-    """One run of the forward of the graph ``link``, and the tensors it has offloaded."""
+    """One run of the forward of the graph ``graph_name``, and the tensors it has offloaded."""
 
     __slots__ = (
         "__weakref__",
         "_before",
+        "graph_name",
         "handles",
         "last_waited_bytes",
-        "link",
         "names",
         "reload_count",
         "used_bytes",
     )
 
-    def __init__(self, link: str, before: GraphRun | None) -> None:
-        self.link = link
+    def __init__(self, graph_name: str, before: GraphRun | None) -> None:
+        self.graph_name = graph_name
         self._before = None if before is None else weakref.ref(before)
         self.handles: list[int] = []
         self.names: set[str] = set()

@@ -28,7 +28,7 @@ from ssdtrain_fx.errors import InternalError
 class Engine(Protocol):
     """The part of :class:`ssdtrain_fx.runtime.engine.Engine` that the ops reach through an owner."""
 
-    def release(self, owner: Owner, x: Tensor, *, late: bool = False, own: bool = False) -> Owner: ...
+    def release(self, owner: Owner, x: Tensor, *, deferred: bool = False, exclusive: bool = False) -> Owner: ...
 
     def reload(
         self,

@@ -12,7 +12,7 @@ Guarantees:
 * A wrong guess costs a wasted read, and memory until the next run shows that the guess was wrong. The data that a graph
   gets does not depend on any guess.
 * Tensors read ahead take no more memory than the run whose backward is executing has already used.
-* Tensors of at most one run leave late: a run ends only when all tensors of the run before it have left.
+* Tensors of at most one run leave after their forward: a run ends only when all tensors of the run before it have left.
 
 All methods need the ledger's lock.
 """
@@ -44,18 +44,18 @@ class GraphRuns:
         self._turn_by_graph: dict[str, dict[str, int]] = {}
         """The order in which the last backward of a graph requested its tensors: 1, 2, 3 ..., by name."""
 
-    def add(self, entry: Entry, handle: int, link: str) -> None:
-        """Record that a run of the graph ``link`` offloaded ``entry``. A run offloads each name once."""
+    def add(self, entry: Entry, handle: int, graph_name: str) -> None:
+        """Record that a run of the graph ``graph_name`` offloaded ``entry``. A run offloads each name once."""
         mine = self._of_thread
         run = mine.forward
-        if run is None or run.link != link or entry.name in run.names:
-            run = mine.forward = GraphRun(link, run)
+        if run is None or run.graph_name != graph_name or entry.name in run.names:
+            run = mine.forward = GraphRun(graph_name, run)
         run.handles.append(handle)
         run.names.add(entry.name)
         entry.run = run
 
     def must_leave(self, entry: Entry) -> list[Entry]:
-        """The entries that a late release of ``entry`` has to wait for."""
+        """The entries that a deferred release of ``entry`` has to wait for."""
         run = entry.run
         before = None if run is None else run.before
         return [] if before is None else [other for other in self._entries(before) if other.uncopied]
@@ -66,7 +66,7 @@ class GraphRuns:
         if run is None:
             return
         run.reload_count += 1
-        self._turn_by_graph.setdefault(run.link, {})[entry.name] = run.reload_count
+        self._turn_by_graph.setdefault(run.graph_name, {})[entry.name] = run.reload_count
         if mine.guess is not None:
             current, ahead = mine.guess[0](), mine.guess[1]()
             if run is not current and run is not ahead:
@@ -87,7 +87,7 @@ class GraphRuns:
         self._of_thread.guess = weakref.ref(run), weakref.ref(ahead)
         entries = self._entries(ahead)[::-1]
         room_bytes = run.used_bytes - sum(other.byte_count for other in entries if other.ahead is not None)
-        turns = self._turn_by_graph.get(ahead.link, {})
+        turns = self._turn_by_graph.get(ahead.graph_name, {})
         chosen: list[Entry] = []
         # In the order of the last backward. Entries without a turn come after, those saved last first.
         for other in sorted(entries, key=lambda other: turns.get(other.name, len(turns) + 1)):

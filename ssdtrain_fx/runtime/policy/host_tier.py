@@ -35,11 +35,11 @@ from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, GraphRun
 class _Run:
     """The entries of one forward that are alive."""
 
-    __slots__ = ("asked_order", "entries", "link", "names", "number", "orders")
+    __slots__ = ("asked_order", "entries", "graph_run", "names", "number", "orders")
 
-    def __init__(self, number: int, link: GraphRun | None) -> None:
+    def __init__(self, number: int, graph_run: GraphRun | None) -> None:
         self.number = number
-        self.link = link
+        self.graph_run = graph_run
         self.entries: dict[Entry, None] = {}
         self.names: set[str] = set()
         self.orders: set[int] = set()
@@ -49,7 +49,7 @@ class _Run:
     def may_have(self, entry: Entry) -> bool:
         return (
             self.asked_order is None
-            and self.link is entry.run
+            and self.graph_run is entry.run
             and entry.name not in self.names
             and entry.reload_order not in self.orders
         )

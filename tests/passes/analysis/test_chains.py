@@ -67,7 +67,7 @@ def test_data_of_the_user_stays() -> None:
     assert step.plan.offloaded
 
 
-def test_a_graph_that_ends_in_a_loss_is_no_link(x: Tensor) -> None:
+def test_a_graph_that_ends_in_a_loss_is_not_part_of_a_chain(x: Tensor) -> None:
     step = compile_once(lambda x, w: layer(x, w).sum(), x, nn.Parameter(torch.randn(6, 6)))
     assert moved_inputs(step) == []
     assert step.plan.offloaded
@@ -82,7 +82,7 @@ def test_an_activation_that_is_written_to_stays(x: Tensor) -> None:
     assert moved_inputs(step) == []
 
 
-def test_an_input_leaves_before_forward_is_over_and_the_rest_may_be_late(x: Tensor) -> None:
+def test_the_release_of_an_input_is_not_deferred(x: Tensor) -> None:
     """The owner of an input may overwrite it as soon as forward has returned."""
     step = compile_once(layer, x, nn.Parameter(torch.randn(6, 6)))
     releases = [line for line in step.joint_after.splitlines() if "ssdtrain.release" in line]

@@ -76,7 +76,7 @@ def test_statistics_of_rows_fuse_with_the_rows() -> None:
     assert costs(trace(function, (4, 6)), ONLY_BYTES) == {"div": 2 * 96}
 
 
-def test_a_sum_over_columns_is_a_pass_of_its_own() -> None:
+def test_a_sum_over_columns_is_a_separate_pass() -> None:
     """96 B in and out for the product, and 96 B in, 24 B out for the sum."""
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -90,7 +90,7 @@ def test_attention_counts_products_and_exponentials() -> None:
     assert cost == pytest.approx(2 * 240 / 1000 + 30 / 10 + 0.5, rel=1e-4)
 
 
-def test_a_convolution_has_a_rate_of_its_own() -> None:
+def test_convolutions_have_a_separate_rate() -> None:
     """[1, 2, 5, 5] with 3 filters of 3x3 -> [1, 3, 3, 3]: 2 * 27 * 2 * 9 = 972 FLOP."""
     joint = trace(torch.nn.functional.conv2d, (1, 2, 5, 5), (3, 2, 3, 3))
     fast_memory = dataclasses.replace(SLOW, memory_bytes_per_s=1e9)

@@ -336,7 +336,7 @@ def test_a_storage_is_made_again_once() -> None:
         recompute(analysis, found, found)
 
 
-def test_copies_lie_on_storages_of_their_own() -> None:
+def test_copies_have_separate_storages() -> None:
     """So for liveness, the copy ends in backward and the original in forward. Views of the copy are on its storage."""
     analysis = analyse(capture_step(lambda x, w: (w @ (x * x).t()).sum(), matrix(4, 6), matrix(3, 6)))
     joint = recompute(analysis, recomputation(analysis, "mul"))

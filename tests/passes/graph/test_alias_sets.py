@@ -83,7 +83,7 @@ def test_the_parts_of_a_tensor_share_one_storage(parts: object) -> None:
     assert set(getitems) <= set(storage.members)
 
 
-def test_the_results_of_one_op_are_storages_of_their_own() -> None:
+def test_the_results_of_one_op_are_separate_storages() -> None:
     """native_layer_norm -> (out [4, 6], mean [4, 1], rstd [4, 1]): three storages, all allocated by the op."""
     graph = graph_of(lambda x: torch.nn.functional.layer_norm(x, (6,)).sin().sum(), matrix())
     (norm,) = calls(graph, aten.native_layer_norm.default)
@@ -94,7 +94,7 @@ def test_the_results_of_one_op_are_storages_of_their_own() -> None:
     assert [names(storage.members)[0] for storage in storages] == ["getitem", "getitem_1", "getitem_2"]
 
 
-def test_a_recomputed_node_makes_a_storage_of_its_own() -> None:
+def test_a_recomputed_node_makes_a_new_storage() -> None:
     """Both calls of sin have the same FakeTensor, but at run time each call allocates a storage."""
     graph = graph_of(lambda x: x.sin().cos().sum(), matrix(), partition=min_cut)
     original, recomputed = calls(graph, aten.sin.default)[:2]

@@ -20,7 +20,7 @@ from ssdtrain_fx.passes.planning.simulate import live_bytes, simulate
 from ssdtrain_fx.passes.planning.solve_exactly import solve_exactly
 from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
 
-EXACT_HASTES = (1.0, 2.0, 4.0, math.inf)
+EXACT_SSD_SPEEDUPS = (1.0, 2.0, 4.0, math.inf)
 """Without time in reserve, like the exact planner."""
 
 
@@ -32,7 +32,7 @@ def assert_sound(problem: TransferProblem, choice: Choice) -> None:
     by_idx = {movable.idx: movable for movable in problem.movables}
     for idx, placement in choice.placements.items():
         movable = by_idx[idx]
-        assert max(movable.complete, movable.earliest_release) <= placement.release <= problem.marker
+        assert max(movable.offload, movable.earliest_release) <= placement.release <= problem.marker
         assert problem.marker < placement.reload <= movable.wait
     assert choice.simulation == simulate(problem, choice.placements)
 
@@ -82,7 +82,7 @@ def test_within_three_percent_of_the_optimum() -> None:
     for problem in itertools.chain.from_iterable(
         seeded_problems(50, max_movables=8, max_positions=40, seed=seed) for seed in range(4)
     ):
-        choice = choose_lowest_peak(problem, max_slowdown=0.03, hastes=EXACT_HASTES)
+        choice = choose_lowest_peak(problem, max_slowdown=0.03, ssd_speedups=EXACT_SSD_SPEEDUPS)
         exact = solve_exactly(problem, max_slowdown=0.03, relative_gap=0.001)
         assert choice.peak_bytes >= exact.lower_bound_bytes * (1 - 1e-6)
         if simulate(problem, exact.placements).exposed_s <= 0.03 * problem.step_s * (1 + 1e-6):

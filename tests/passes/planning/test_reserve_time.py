@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import seeded_problems, transfer_problems
 
-from ssdtrain_fx.passes.planning.place_transfers import HASTES, Choice, place
+from ssdtrain_fx.passes.planning.place_transfers import SSD_SPEEDUPS, Choice, place
 from ssdtrain_fx.passes.planning.reserve_time import ROOM_SHARE, reserve_time
 from ssdtrain_fx.passes.planning.simulate import ROUNDING, simulate
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, TransferProblem
 from ssdtrain_fx.testing import toy_hardware
 
-A = Movable(idx=0, size_bytes=20, start=0, complete=1, earliest_release=1, wait=18, end=19)
-B = Movable(idx=1, size_bytes=20, start=1, complete=3, earliest_release=3, wait=16, end=17)
+A = Movable(idx=0, size_bytes=20, live_start=0, offload=1, earliest_release=1, wait=18, live_end=19)
+B = Movable(idx=1, size_bytes=20, live_start=1, offload=3, earliest_release=3, wait=16, live_end=17)
 
 
 def choice_of(problem: TransferProblem, placements: dict[int, Placement]) -> Choice:
@@ -78,9 +78,9 @@ def test_on_a_disk_of_half_the_rate_nothing_stalls() -> None:
     assert simulate(slow, reserve_time(both, tight).placements).stall_s == 0
 
 
-@given(transfer_problems(), st.sampled_from(HASTES))
-def test_it_costs_no_memory_and_no_time(given_problem: TransferProblem, haste: float) -> None:
-    before = choice_of(given_problem, place(given_problem, given_problem.movables, haste))
+@given(transfer_problems(), st.sampled_from(SSD_SPEEDUPS))
+def test_it_costs_no_memory_and_no_time(given_problem: TransferProblem, ssd_speedup: float) -> None:
+    before = choice_of(given_problem, place(given_problem, given_problem.movables, ssd_speedup))
     after = reserve_time(given_problem, before)
     assert after.simulation == simulate(given_problem, after.placements)
     assert after.peak_bytes <= before.peak_bytes

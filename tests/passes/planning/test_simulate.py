@@ -28,8 +28,8 @@ from ssdtrain_fx.passes.planning.simulate import (
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Placement, Step, TransferProblem
 from ssdtrain_fx.testing import toy_hardware
 
-A = Movable(idx=0, size_bytes=20, start=0, complete=1, earliest_release=1, wait=9, end=10)
-B = Movable(idx=1, size_bytes=20, start=1, complete=2, earliest_release=2, wait=8, end=9)
+A = Movable(idx=0, size_bytes=20, live_start=0, offload=1, earliest_release=1, wait=9, live_end=10)
+B = Movable(idx=1, size_bytes=20, live_start=1, offload=2, earliest_release=2, wait=8, live_end=9)
 INSTANT = Channel(bytes_per_s=1e30)
 
 
@@ -76,19 +76,19 @@ def test_a_wait_waits_for_the_read() -> None:
     assert result.exposed_s == 2
 
 
-def test_writes_stand_in_line() -> None:
+def test_writes_run_one_at_a_time() -> None:
     """A is written from 1 to 3, B from 3 to 5: the release of B at 3 stalls for 2 seconds."""
     result = simulate(problem(A, B), {0: Placement(3, 7), 1: Placement(3, 6)})
     assert result.release_stall_s == {1: 2}
 
 
-def test_reads_stand_in_line() -> None:
+def test_reads_run_one_at_a_time() -> None:
     """B is read from 6 to 8. A is reloaded at 7, read from 8 to 10, and needed at 9."""
     result = simulate(problem(A, B), {0: Placement(5, 7), 1: Placement(5, 6)})
     assert result.wait_stall_s == {0: 1}
 
 
-def test_staging_lets_go_before_the_disk_has_written() -> None:
+def test_a_release_needs_the_bytes_in_staging_not_on_disk() -> None:
     """20 bytes of staging hold all of A: it has left once it is copied, which takes no time here."""
     assert simulate(problem(A, staging_bytes=20), {0: Placement(1, 7)}).exposed_s == 0
     # There is room for the last byte of B when 20 of 40 bytes are written: at 3.
@@ -138,7 +138,7 @@ def test_late_writes_and_reads_share_the_disk() -> None:
     take 1 more. A is reloaded at 9, where it is needed. With the reload at 7 it would be reloaded at 9 too, because the
     read would run alone at the full rate.
     """
-    big = dataclasses.replace(B, size_bytes=40, wait=18, end=19)
+    big = dataclasses.replace(B, size_bytes=40, wait=18, live_end=19)
     placements = {0: Placement(1, 6), 1: Placement(2, 12)}
     halves = simulate(problem(A, big, num_nodes=20, staging_bytes=100), placements)
     assert halves.wait_stall_s == {}
@@ -218,7 +218,7 @@ def test_what_the_host_tier_holds_is_no_room_for_writes() -> None:
 
 
 def test_what_stays_on_the_host_leaves_the_disk_to_others() -> None:
-    """With B on the SSD too, the read of A would wait for its turn; see test_reads_stand_in_line."""
+    """With B on the SSD too, the read of A would wait for its turn; see test_reads_run_one_at_a_time."""
     assert simulate(with_host(A, B, copy_out=INSTANT), {0: Placement(5, 7), 1: on_host(5, 7)}).exposed_s == 0
 
 
@@ -265,7 +265,7 @@ def transfers(result: Simulation, channel: str) -> list[tuple[int, float, float]
     return [(one.idx, one.begin_s, one.end_s) for one in result.transfers if one.channel == channel]
 
 
-def test_transfers_are_told_with_their_times() -> None:
+def test_transfers_are_reported_with_their_times() -> None:
     """A is written from 1 to 3, B from 3 to 5. B is read from 6 to 8, A from 8 to 10."""
     placements = {0: Placement(release=5, reload=7), 1: Placement(release=5, reload=6)}
     result = simulate(problem(A, B), placements, record=True)
@@ -283,7 +283,7 @@ def test_a_write_waits_for_its_turn_and_slows_down_beside_a_read() -> None:
     assert transfers(result, "read") == [(0, 6, 16), (1, 16, 21)]
 
 
-def test_what_is_still_in_staging_is_told_as_such() -> None:
+def test_a_reload_from_staging_is_reported_as_such() -> None:
     result = simulate(
         problem(A, staging_bytes=100, write=Channel(bytes_per_s=2)), {0: Placement(release=2, reload=7)}, record=True
     )
@@ -293,7 +293,7 @@ def test_what_is_still_in_staging_is_told_as_such() -> None:
     assert (begin_s, end_s) == (7, pytest.approx(7))
 
 
-def test_stalls_are_told_with_the_op_that_they_belong_to() -> None:
+def test_stalls_are_reported_with_their_op() -> None:
     """Released a second too early."""
     result = simulate(problem(A), {0: Placement(release=2, reload=6)}, record=True)
     assert [(one.step, one.begin_s, one.end_s) for one in result.events] == [
@@ -325,19 +325,19 @@ def test_transfers_take_turns_and_add_up(random_problem: TransferProblem) -> Non
     assert taken_s == pytest.approx(result.exposed_s, abs=1e-9)
 
 
-def test_nothing_is_told_unasked() -> None:
+def test_nothing_is_reported_unless_requested() -> None:
     result = simulate(problem(A), {0: Placement(release=3, reload=7)})
     assert (result.events, result.transfers) == ((), ())
 
 
 @given(transfer_problems(), st.sampled_from([0.8, 1.0, 4.0]), st.floats(0, 2), st.integers(0, 2**32))
 def test_giving_up_early_gives_up_on_nothing_that_is_allowed(
-    drawn: TransferProblem, haste: float, share: float, seed: int
+    drawn: TransferProblem, ssd_speedup: float, share: float, seed: int
 ) -> None:
     """With a limit on the exposed time, the result is that of the full simulation if this stays within the limit, and
     None otherwise."""
     chosen = random.Random(seed).sample(drawn.movables, k=len(drawn.movables) // 2)
-    placements = place(drawn, chosen, haste)
+    placements = place(drawn, chosen, ssd_speedup)
     full = simulate(drawn, placements)
     for allowed_s in (share * full.exposed_s, full.exposed_s):
         found = simulate_within(drawn, placements, allowed_s=allowed_s)
@@ -352,7 +352,7 @@ def test_live_bytes_count_what_is_there(drawn: TransferProblem, seed: int) -> No
     def is_there(movable: Movable, position: int) -> bool:
         placement = placements.get(movable.idx)
         away = placement is not None and placement.release <= position < placement.reload
-        return movable.start <= position < movable.end and not away
+        return movable.live_start <= position < movable.live_end and not away
 
     expected = tuple(
         fixed + sum(movable.size_bytes for movable in drawn.movables if is_there(movable, position))

@@ -34,7 +34,7 @@ def peak_of(problem: TransferProblem, placements: Placements) -> int:
     def is_live(movable: Movable, position: int) -> bool:
         placement = placements.get(movable.idx)
         is_away = placement is not None and placement.release <= position < placement.reload
-        return movable.start <= position < movable.end and not is_away
+        return movable.live_start <= position < movable.live_end and not is_away
 
     return max(
         fixed + sum(movable.size_bytes for movable in problem.movables if is_live(movable, position))
@@ -74,12 +74,12 @@ def step_of(problem: TransferProblem, placements: Placements) -> float:
     left: dict[int, float] = {}
     reads = Reads()
     for position, node_s in enumerate(problem.node_s):
-        at_once = [m for m in moved if placements[m.idx].release == m.complete == position]
+        at_once = [m for m in moved if placements[m.idx].release == m.offload == position]
         for movable in moved:
             if placements[movable.idx].release == position and movable not in at_once:
                 now = max(now, left[movable.idx])
         for movable in moved:
-            if movable.complete == position:
+            if movable.offload == position:
                 size = movable.size_bytes
                 written = max(written, now) + hardware.write.transfer_s(size)
                 now += problem.blocks_out_s(size)
@@ -120,7 +120,7 @@ def forwarding_s(problem: TransferProblem, movable: Movable) -> float:
     backlog = 0.0
     for first in range(last + 1):
         work = sum(problem.hardware.write.transfer_s(m.size_bytes) for m in problem.movables[first : last + 1])
-        backlog = max(backlog, work - sum(problem.node_s[problem.movables[first].complete : problem.marker]))
+        backlog = max(backlog, work - sum(problem.node_s[problem.movables[first].offload : problem.marker]))
     return min(backlog, staged_s(problem)) / problem.hardware.share_when_both
 
 
@@ -208,7 +208,13 @@ def test_a_storage_leaves_while_the_next_ones_are_made() -> None:
     """
     movables = tuple(
         Movable(
-            idx=idx, size_bytes=2, start=start, complete=start + 1, earliest_release=start + 1, wait=wait, end=wait + 1
+            idx=idx,
+            size_bytes=2,
+            live_start=start,
+            offload=start + 1,
+            earliest_release=start + 1,
+            wait=wait,
+            live_end=wait + 1,
         )
         for idx, (start, wait) in enumerate([(0, 9), (1, 8), (3, 7)])
     )
@@ -224,14 +230,14 @@ def test_a_storage_leaves_while_the_next_ones_are_made() -> None:
     assert solution.peak_bytes == 4
     assert solution.placements[0].release == 3
     assert solution.step_s == pytest.approx(9.0)
-    z_earlier = dataclasses.replace(movables[2], start=2, complete=3, earliest_release=3)
+    z_earlier = dataclasses.replace(movables[2], live_start=2, offload=3, earliest_release=3)
     crowded = dataclasses.replace(problem, movables=(*movables[:2], z_earlier))
     assert solve_exactly(crowded, max_slowdown=0.0).peak_bytes == 6  # all three are live at 2, before x can have left
 
 
 def test_a_stall_buys_a_lower_peak() -> None:
     """One storage takes 4 s to write, and nothing hides it: a release right after the offload costs 4 s of 10 s."""
-    movable = Movable(idx=7, size_bytes=4, start=0, complete=1, earliest_release=1, wait=9, end=10)
+    movable = Movable(idx=7, size_bytes=4, live_start=0, offload=1, earliest_release=1, wait=9, live_end=10)
     problem = TransferProblem(
         node_s=(1.0,) * 10,
         marker=4,

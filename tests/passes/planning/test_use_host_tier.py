@@ -64,7 +64,7 @@ def assert_not_worse(problem: TransferProblem, tiered: Choice, plain: Choice) ->
     by_idx = {movable.idx: movable for movable in problem.movables}
     for idx, placement in tiered.placements.items():
         movable = by_idx[idx]
-        assert max(movable.complete, movable.earliest_release) <= placement.release <= problem.marker
+        assert max(movable.offload, movable.earliest_release) <= placement.release <= problem.marker
         assert problem.marker < placement.reload <= movable.wait
 
 
@@ -112,7 +112,15 @@ def test_of_all_fillings_of_equal_sizes_none_writes_less(
         marker=7,
         fixed_live_bytes=(1,) * 16,
         movables=tuple(
-            Movable(idx=at, size_bytes=8, start=at, complete=at + 1, earliest_release=at + 1, wait=wait, end=wait + 1)
+            Movable(
+                idx=at,
+                size_bytes=8,
+                live_start=at,
+                offload=at + 1,
+                earliest_release=at + 1,
+                wait=wait,
+                live_end=wait + 1,
+            )
             for at, wait in enumerate(waits)
         ),
         hardware=make_hardware(

@@ -120,7 +120,7 @@ def test_after() -> None:
  sigmoid: f32[4, 8] = sigmoid(mm)
 ...
  mul: f32[4, 8] = mul(mm, sigmoid)
-+release_default: i64[1] = release(offload_default, mm, own=True)
++release_default: i64[1] = release(offload_default, mm, exclusive=True)
  mm_1: f32[4, 2] = mm(mul, primals_3)
 ...
  mm_2: f32[8, 2] = mm(t, expand)

@@ -265,14 +265,14 @@ def test_an_offload_of_an_input() -> None:
     assert_rejected(joint, offload, "the offloaded storage is held outside the graph")
 
 
-@pytest.mark.parametrize(("late", "own"), [((True,), {}), ((), {"own": True})])
-def test_an_input_that_is_left_to_the_engine(late: tuple[bool, ...], own: dict[str, bool]) -> None:
+@pytest.mark.parametrize(("deferred", "exclusive"), [((True,), {}), ((), {"exclusive": True})])
+def test_an_input_that_is_left_to_the_engine(deferred: tuple[bool, ...], exclusive: dict[str, bool]) -> None:
     joint = good()
     offload, release, _, _ = chain(joint)
     for node, position in ((offload, 0), (release, 1)):
         node.update_arg(position, named(joint.graph, "primals_1"))
-    offload.args = (*offload.args[:4], None, None, "link", True)
-    release.args, release.kwargs = (*release.args[:2], *late), own
+    offload.args = (*offload.args[:4], None, None, "graph", True)
+    release.args, release.kwargs = (*release.args[:2], *deferred), exclusive
     assert_rejected(joint, release, "leaves an input to the engine, although the caller may write to it")
 
 

@@ -257,13 +257,13 @@ def test_a_release_that_may_not_wait_keeps_the_tensor(file: SlowFile) -> None:
         assert engine._ledger.counters.unwritten_bytes == 0
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_what_is_its_own_stays_where_it_is(file: SlowFile, late: bool) -> None:
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_kept_tensor_with_exclusive_memory_is_not_copied(file: SlowFile, deferred: bool) -> None:
     with engine_on(file) as engine:
         engine._ledger.admission.admits = lambda stall_s: False  # type: ignore[method-assign]
         x = X.clone()
         address = x.data_ptr()
-        token = engine.release(engine.offload(x, "x"), x, late=late, own=True)
+        token = engine.release(engine.offload(x, "x"), x, deferred=deferred, exclusive=True)
         del x
         y = fetch(engine, token, X)
         assert y.data_ptr() == address
@@ -277,7 +277,7 @@ def test_a_small_part_of_something_large_is_copied_all_the_same(file: SlowFile) 
         engine._ledger.admission.admits = lambda stall_s: False  # type: ignore[method-assign]
         whole = torch.zeros(2 * len(X), dtype=X.dtype)
         x = whole[: len(X)].copy_(X)
-        token = engine.release(engine.offload(x, "x"), x, own=True)
+        token = engine.release(engine.offload(x, "x"), x, exclusive=True)
         whole.fill_(1)
         assert torch.equal(fetch(engine, token, X), X)
 

@@ -29,7 +29,7 @@ def test_owner_dies_with_the_last_storage() -> None:
     assert list(dead) == [2**40 + 7]
 
 
-def test_each_token_has_memory_of_its_own() -> None:
+def test_each_token_has_separate_memory() -> None:
     """A compiler may write another tensor into the memory of a dead token."""
     owner = Owner(ENGINE, 5, collections.deque())
     first, second = make_token(owner), make_token(owner)

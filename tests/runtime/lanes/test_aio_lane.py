@@ -167,7 +167,7 @@ def test_an_interruption_while_blocked_loses_nothing(
         assert torch.equal(y, X)
 
 
-def test_who_waits_beside_a_blocked_thread_is_woken(directory: str, file: MemoryFile) -> None:
+def test_a_waiting_thread_beside_a_blocked_one_is_woken(directory: str, file: MemoryFile) -> None:
     """Three threads each wait for different reads; only one of them can block in the kernel."""
     results: dict[int, bool] = {}
     with engine_on(file, directory) as engine:

@@ -93,7 +93,7 @@ def test_auto_takes_what_is_really_direct_and_faster(installed: types.ModuleType
     assert chosen == (Kvikio(installed, gds=True) if used else None)
 
 
-def test_who_asks_for_it_gets_it_also_where_it_is_slow(installed: types.ModuleType) -> None:
+def test_kvikio_is_used_if_requested_even_if_it_is_slow(installed: types.ModuleType) -> None:
     trial = Trial(gds=False, kvikio_s=9.0, staged_s=1.0)
     assert choose_kvikio("kvikio", DIRECTORIES, Gpu(), shows(trial)) == Kvikio(installed, gds=False)
 

@@ -83,7 +83,7 @@ def test_a_large_tensor_takes_few_requests(file: MemoryFile) -> None:
         assert torch.equal(fetch(engine, tokens[1], small), small)
 
 
-def test_the_kernel_is_not_asked_what_nobody_needs_to_know(file: MemoryFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_asked_only_for_what_is_needed(file: MemoryFile, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
     reap = file.aio.reap
 

@@ -141,7 +141,7 @@ def test_what_may_not_wait_stays_although_the_device_still_copies(
 
 
 @pytest.mark.parametrize("host", [False, True])
-def test_a_late_release_leaves_the_tensor_to_the_device(
+def test_a_deferred_release_leaves_the_tensor_to_the_device(
     tmp_path: Path, file: MemoryFile, cuda: FakeCuda, host: bool
 ) -> None:
     """The engine holds the tensor until the last chunk has left; the compute stream does not wait for any of them."""
@@ -150,7 +150,7 @@ def test_a_late_release_leaves_the_tensor_to_the_device(
     with StandInEngine(config, file, cuda) as engine:
         x = torch.arange(3 * 512)
         storage = weakref.ref(x.untyped_storage())
-        token = engine.release(engine.offload(x, "x", link="graph", host=host), x, late=True)
+        token = engine.release(engine.offload(x, "x", graph_name="graph", host=host), x, deferred=True)
         assert engine.statistics().late_bytes == x.nbytes
         assert cuda.current.events("wait") == []
         assert threading.main_thread().name not in cuda.host_syncs
@@ -165,17 +165,17 @@ def test_a_late_release_leaves_the_tensor_to_the_device(
     assert storage() is None
 
 
-def test_a_late_release_of_what_has_been_told_to_leave(engine: StandInEngine, cuda: FakeCuda) -> None:
+def test_a_deferred_release_of_a_tensor_whose_copy_has_been_enqueued(engine: StandInEngine, cuda: FakeCuda) -> None:
     """All copies are enqueued: the stream waits for them, and the memory may be reused after them."""
     cuda.device_is_fast = False
     x = torch.arange(1024)
     storage = weakref.ref(x.untyped_storage())
-    token = engine.offload(x, "x", link="graph")
+    token = engine.offload(x, "x", graph_name="graph")
     entry = engine.find_entry(token)
     assert entry is not None
     with engine._ledger.lock:  # an I/O thread may have taken one of the chunks
         assert engine._ledger.progress.wait_for(lambda: entry.uncopied == 0, 60)
-    token = engine.release(token, x, late=True)
+    token = engine.release(token, x, deferred=True)
     assert engine.statistics().late_bytes == 0
     assert len(cuda.current.events("wait")) == 2
     del x

@@ -131,7 +131,7 @@ def resident_bytes(places: list[int]) -> int:
     return 4 * MIB * sum(map(is_resident, places))
 
 
-def test_what_lies_idle_is_bounded_and_goes_back_to_the_system() -> None:
+def test_unused_reload_memory_is_bounded_and_returned_to_the_system() -> None:
     """Also between tensors that are still alive."""
     memory = TensorMemory(idle_bytes=8 * MIB)
     tensors = [allocate(memory, 4 * MIB).fill_(1.0) for _ in range(6)]

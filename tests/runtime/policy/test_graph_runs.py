@@ -1,4 +1,4 @@
-"""What spans two graphs: late releases, reloads begun ahead, tensors that two graphs offload."""
+"""What spans two graphs: deferred releases, reloads begun ahead, tensors that two graphs offload."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def engine(file: MemoryFile, tmp_path: Path) -> Iterator[Engine]:
 class Graph:
     """A graph whose forward offloads three tensors and whose backward requests them in the order ``backward``."""
 
-    def __init__(self, engine: Engine, link: str = "graph", backward: str = "cba") -> None:
-        self.engine, self.link, self.order = engine, link, backward
+    def __init__(self, engine: Engine, graph_name: str = "graph", backward: str = "cba") -> None:
+        self.engine, self.graph_name, self.order = engine, graph_name, backward
 
     def forward(self, value: float) -> dict[str, Tensor]:
         tokens: dict[str, Tensor] = {}
         for number, name in enumerate(NAMES):
             x = torch.full((SIZE,), float(value + number))
-            token = self.engine.offload(x, name, link=self.link)
+            token = self.engine.offload(x, name, graph_name=self.graph_name)
             tokens[name] = self.engine.release(token, x)
         self.engine.wait_until_idle()
         return tokens
@@ -130,7 +130,7 @@ def test_another_layout_than_expected_is_read_again(engine: Engine) -> None:
     tokens: list[Tensor] = []
     for _ in range(2):
         for name in NAMES:
-            tokens.append(engine.release(token := engine.offload(y := x.clone(), name, link="graph"), y))
+            tokens.append(engine.release(token := engine.offload(y := x.clone(), name, graph_name="graph"), y))
             del token
     engine.wait_until_idle()
     for token in reversed(tokens):
@@ -141,15 +141,16 @@ def test_another_layout_than_expected_is_read_again(engine: Engine) -> None:
     assert engine.statistics().ahead_bytes == 0
 
 
-def test_a_late_release_waits_only_for_the_run_before(file: MemoryFile, tmp_path: Path) -> None:
+def test_a_deferred_release_waits_only_for_the_run_before(file: MemoryFile, tmp_path: Path) -> None:
     """Staging has room for two tensors and writes are held: run 1 ends at once, run 2 once the tensors of run 1 have
     left."""
     xs = [torch.full((SIZE,), float(number)) for number in range(6)]
     with engine_on(file, str(tmp_path), host_budget_bytes=3 * 4096) as engine:
 
         def run(numbers: range) -> list[Tensor]:
-            tokens = [engine.offload(xs[number], f"x{number % 3}", link="graph") for number in numbers]
-            return [engine.release(token, xs[number], late=True) for number, token in zip(numbers, tokens, strict=True)]
+            tokens = [engine.offload(xs[number], f"x{number % 3}", graph_name="graph") for number in numbers]
+            pairs = zip(numbers, tokens, strict=True)
+            return [engine.release(token, xs[number], deferred=True) for number, token in pairs]
 
         file.writes_may_go_on.clear()
         tokens = run(range(3))
@@ -167,7 +168,7 @@ def test_a_late_release_waits_only_for_the_run_before(file: MemoryFile, tmp_path
             assert torch.equal(y, torch.full((SIZE,), float(number)))
 
 
-def test_a_late_release_that_lasts_too_long_keeps_the_tensor_itself(file: MemoryFile, tmp_path: Path) -> None:
+def test_a_deferred_release_that_lasts_too_long_keeps_the_tensor_itself(file: MemoryFile, tmp_path: Path) -> None:
     """A tensor that is not written to any more is not copied, and a second backward finds it too."""
     with engine_on(file, str(tmp_path), host_budget_bytes=3 * 4096, max_stall_share=0.0) as engine:
         file.writes_may_go_on.clear()
@@ -176,7 +177,7 @@ def test_a_late_release_that_lasts_too_long_keeps_the_tensor_itself(file: Memory
         for number in range(9):
             x = torch.full((SIZE,), float(number))
             addresses.append(x.data_ptr())
-            tokens.append(engine.release(engine.offload(x, f"x{number % 3}", link="graph"), x, late=True))
+            tokens.append(engine.release(engine.offload(x, f"x{number % 3}", graph_name="graph"), x, deferred=True))
             del x
         assert engine.statistics().kept_for_time_bytes > 0
         entries = engine._ledger.entries.values()  # pyright: ignore[reportPrivateUsage]
@@ -191,13 +192,13 @@ def test_a_late_release_that_lasts_too_long_keeps_the_tensor_itself(file: Memory
                 assert torch.equal(engine.hand_over(y), torch.full((SIZE,), float(number)))
 
 
-def held(engine: Engine, x: Tensor) -> Tensor:
-    return engine.release(engine.offload(x, "x", link="graph", held=True), x)
+def offload_external(engine: Engine, x: Tensor) -> Tensor:
+    return engine.release(engine.offload(x, "x", graph_name="graph", external=True), x)
 
 
 def test_the_same_tensor_is_written_once(engine: Engine) -> None:
     x = torch.arange(SIZE)
-    tokens = [held(engine, x), held(engine, x.view(SIZE))]
+    tokens = [offload_external(engine, x), offload_external(engine, x.view(SIZE))]
     engine.wait_until_idle()
     assert engine.statistics().bytes_written == x.nbytes
     assert engine.statistics().deduplicated_bytes == x.nbytes
@@ -213,18 +214,18 @@ def test_the_same_tensor_is_written_once(engine: Engine) -> None:
 
 def test_what_differs_in_place_version_or_identity_is_another_tensor(engine: Engine) -> None:
     x = torch.arange(2 * SIZE)
-    tokens = [held(engine, x)]
-    tokens.append(held(engine, x[:SIZE]))
-    tokens.append(held(engine, x[SIZE:]))
-    tokens.append(held(engine, x.view(torch.float64)))
-    tokens.append(held(engine, x.view(2, SIZE).t()))
+    tokens = [offload_external(engine, x)]
+    tokens.append(offload_external(engine, x[:SIZE]))
+    tokens.append(offload_external(engine, x[SIZE:]))
+    tokens.append(offload_external(engine, x.view(torch.float64)))
+    tokens.append(offload_external(engine, x.view(2, SIZE).t()))
     expected = x.clone()
     x.add_(1)
-    tokens.append(held(engine, x))
+    tokens.append(offload_external(engine, x))
     address = x.data_ptr()
     del x
     others = [torch.full((2 * SIZE,), number) for number in range(64)]  # one of them may get the same memory
-    tokens += [held(engine, other) for other in others if other.data_ptr() == address]
+    tokens += [offload_external(engine, other) for other in others if other.data_ptr() == address]
     assert engine.statistics().deduplicated_bytes == 0
     y = engine.reload(tokens[0], (2 * SIZE,), (1,), torch.int64, CPU)
     engine.wait(y, tokens[0])
@@ -233,9 +234,9 @@ def test_what_differs_in_place_version_or_identity_is_another_tensor(engine: Eng
 
 def test_a_tensor_whose_tokens_have_died_is_written_again(engine: Engine) -> None:
     x = torch.arange(SIZE)
-    held(engine, x)
+    offload_external(engine, x)
     engine.wait_until_idle()
-    token = held(engine, x)
+    token = offload_external(engine, x)
     assert engine.statistics().deduplicated_bytes == 0
     y = engine.reload(token, x.size(), x.stride(), x.dtype, CPU)
     engine.wait(y, token)

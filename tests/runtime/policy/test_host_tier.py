@@ -87,7 +87,7 @@ def check_all_is_free(engine: StandInEngine) -> None:
 # -- the host tier -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_held_never_sees_the_file_and_comes_back_twice(start: Open, file: MemoryFile) -> None:
+def test_a_held_tensor_is_never_written_and_is_reloaded_twice(start: Open, file: MemoryFile) -> None:
     engine = start()
     token = leave(engine, 1, 3, host=True)
     engine.wait_until_idle()
@@ -170,7 +170,7 @@ def test_reads_get_more_than_the_one_buffer_that_is_left_to_them(start: Open, fi
     assert torch.equal(fetch(engine, held, value(1, 5)), value(1, 5))
 
 
-def test_the_death_of_what_is_held_lets_a_release_go_on(start: Open, file: MemoryFile) -> None:
+def test_a_release_continues_when_a_held_tensor_dies(start: Open, file: MemoryFile) -> None:
     """The two buffers for copies are held, and the write that would free one hangs. Then the other tensor dies."""
     engine = start(3, thread_count=2)
     tokens = [leave(engine, number, host=True, reload_order=number) for number in range(2)]
@@ -218,7 +218,7 @@ def test_a_tensor_that_dies_while_it_comes_back(start: Open, cuda: FakeCuda) -> 
     assert torch.equal(y, value(1, 2))
 
 
-def test_a_write_error_of_what_gives_way_loses_nothing(start: Open, file: MemoryFile) -> None:
+def test_a_write_error_of_a_demoted_tensor_loses_nothing(start: Open, file: MemoryFile) -> None:
     engine = start(3, thread_count=1)
     file.write_error = lambda index: OSError(errno.EIO, "Input/output error")
     tokens = [leave(engine, number, host=True) for number in range(6)]
@@ -230,7 +230,7 @@ def test_a_write_error_of_what_gives_way_loses_nothing(start: Open, file: Memory
     check_all_is_free(engine)
 
 
-def test_what_is_held_of_a_tensor_that_stays_is_given_back(start: Open, file: MemoryFile) -> None:
+def test_held_chunks_of_a_tensor_that_stays_are_given_back(start: Open, file: MemoryFile) -> None:
     """Six chunks, two buffers for copies and a disk that hangs: the release gives up, and all of it stays in memory."""
     engine = start(3, thread_count=1, max_stall_share=0.0)
     engine._ledger.admission.charge(BALANCE_LIMIT_S)
@@ -325,7 +325,7 @@ def test_the_first_reload_brings_the_rest_to_staging(start: Open, file: MemoryFi
     check_all_is_free(engine)
 
 
-def test_nothing_is_read_ahead_in_an_order_that_nobody_knows(start: Open, file: MemoryFile) -> None:
+def test_nothing_is_read_ahead_in_an_unknown_order(start: Open, file: MemoryFile) -> None:
     engine = start()
     tokens = [leave(engine, number) for number in range(4)]
     engine.wait_until_idle()

@@ -19,7 +19,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_who_says_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_rank_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process_rank() is None
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert process_rank() == 3
@@ -32,7 +32,7 @@ def test_who_says_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process_rank() == 5
 
 
-def test_each_rank_has_a_directory_of_its_own_while_it_needs_one(tmp_path: Path) -> None:
+def test_each_rank_has_a_separate_directory_while_it_needs_one(tmp_path: Path) -> None:
     with rank_directory(str(tmp_path), 0) as first, rank_directory(str(tmp_path), 1) as second:
         assert first != second
         assert {Path(path).parent for path in (first, second)} == {tmp_path}

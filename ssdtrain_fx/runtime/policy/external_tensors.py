@@ -1,4 +1,4 @@
-"""Offloaded tensors that are also held outside the graph, so that none of them is written twice.
+"""Offloaded tensors that come from outside their graph and that their caller holds. None of them is written twice.
 
 Several graphs may save the same activation. It is recognised by the storage of the tensor, its place in the storage,
 and its version, which every write through PyTorch changes. An address alone is not enough: when a tensor dies, another
@@ -19,30 +19,30 @@ Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Held:
+class _External:
     storage: StorageWeakRef
     version: int
     handle: int
 
 
-class HeldTensors:
+class ExternalTensors:
     """Handles of offloaded tensors, by the place of the tensor. Methods need the ledger's lock."""
 
     def __init__(self) -> None:
-        self._by_place: dict[Place, _Held] = {}
+        self._by_place: dict[Place, _External] = {}
 
     def find(self, x: Tensor) -> int | None:
         """The handle under which ``x`` was offloaded; None if there is none or ``x`` was written to since then."""
-        held = self._by_place.get(_place_of(x))
-        return held.handle if held is not None and held.version == _version_of(x) else None
+        known = self._by_place.get(_place_of(x))
+        return known.handle if known is not None and known.version == _version_of(x) else None
 
     def add(self, x: Tensor, handle: int, is_known: Callable[[int], bool]) -> None:
         """Record that ``x`` was offloaded as ``handle``. Forgets dead tensors and handles that are not ``is_known``."""
-        for place, held in list(self._by_place.items()):
-            if held.storage.expired() or not is_known(held.handle):
+        for place, known in list(self._by_place.items()):
+            if known.storage.expired() or not is_known(known.handle):
                 del self._by_place[place]
         if not x.is_inference():
-            self._by_place[_place_of(x)] = _Held(StorageWeakRef(x.untyped_storage()), _version_of(x), handle)
+            self._by_place[_place_of(x)] = _External(StorageWeakRef(x.untyped_storage()), _version_of(x), handle)
 
 
 def _place_of(x: Tensor) -> Place:

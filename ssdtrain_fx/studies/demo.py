@@ -19,7 +19,7 @@ import torch
 from rich.table import Table
 
 from ssdtrain_fx.config import OffloadConfig
-from ssdtrain_fx.studies.measure import (
+from ssdtrain_fx.measure import (
     CONFIDENCE,
     Difference,
     Run,
@@ -152,6 +152,7 @@ def _compare(
 ) -> Comparison:
     differences: list[Difference] = []
     trained: list[list[list[Step]]] = []
+    first_plain, first_offloaded = pairs[0][0]
     for (plain_run, offloaded_run), count in pairs:
         difference: Difference | None = None
         done: list[tuple[Step, ...]] = []
@@ -165,8 +166,8 @@ def _compare(
     timed, sampled = trained
     return Comparison(
         run=run,
-        plain=Trained(variant=pairs[0][0][0].variant, timed=timed[0], sampled=sampled[0]),
-        offloaded=Trained(variant=pairs[0][0][1].variant, timed=timed[1], sampled=sampled[1]),
+        plain=Trained(variant=first_plain.variant, timed=timed[0], sampled=sampled[0]),
+        offloaded=Trained(variant=first_offloaded.variant, timed=timed[1], sampled=sampled[1]),
         differences=differences,
     )
 

@@ -123,7 +123,7 @@ def render_table(results: Sequence[Result]) -> Table:
         lambda result: f"{median_ratio(result.timed, base.timed):.3f}",
     )
     add_row(
-        f"{CONFIDENCE:.0%} sure",
+        f"{CONFIDENCE:.0%} interval",
         lambda result: format_interval(None if result is base else time_ratio(result.timed, base.timed).interval),
         end_section=True,
     )

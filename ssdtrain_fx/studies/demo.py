@@ -19,7 +19,7 @@ import torch
 from rich.table import Table
 
 from ssdtrain_fx.config import OffloadConfig
-from ssdtrain_fx.measure import (
+from ssdtrain_fx.studies.measure import (
     CONFIDENCE,
     Difference,
     Run,
@@ -208,7 +208,9 @@ def render_table(comparison: Comparison) -> Table:
     # Where other programs run, this tells more than the two medians: each pair of steps met the same conditions.
     ratio = comparison.time_ratio
     table.add_row("change pair by pair (median)", "", "", f"{ratio.median - 1:+.1%}")
-    table.add_row(f"  {CONFIDENCE:.0%} sure", "", "-" if ratio.interval is None else format_change(ratio.interval), "")
+    table.add_row(
+        f"  {CONFIDENCE:.0%} interval", "", "-" if ratio.interval is None else format_change(ratio.interval), ""
+    )
     allowed = comparison.run.options.get("max_slowdown")
     if allowed is not None:
         table.add_row("allowed (max_slowdown)", "", "", f"{allowed:+.1%}")

@@ -173,13 +173,15 @@ class TimeRatio:
     def doubt(self) -> str:
         """Why these figures are not a result, as a sentence; empty where they are one."""
         if self.interval is None:
-            return f"Too few pairs of steps to be {CONFIDENCE:.0%} sure of any change in step time: take more steps."
+            return (
+                f"Too few pairs of steps for a {CONFIDENCE:.0%} interval of the change in step time: take more steps."
+            )
         said = (*self.interval, self.of_medians)
         if max(said) - min(said) <= CLEAR_WIDTH:
             return ""
         return (
             "The machine was too noisy to tell the change in step time: pair by pair it is "
-            f"{format_change(self.interval)} ({CONFIDENCE:.0%} sure), by the medians {self.of_medians - 1:+.1%}. "
+            f"{format_change(self.interval)} ({CONFIDENCE:.0%} interval), by the medians {self.of_medians - 1:+.1%}. "
             "Run it again on an idle machine, or take more steps."
         )
 

@@ -112,8 +112,12 @@ def test_how_sure_a_ratio_is_follows_from_the_order_of_the_pairs(worker: type[Fa
     ("interval", "of_medians", "doubt"),
     [
         ((0.99, 1.05), 1.03, ""),
-        ((0.95, 1.08), 1.01, "too noisy to tell the change in step time: pair by pair it is -5.0% to +8.0% (95% sure)"),
-        ((0.98, 1.01), 1.23, "pair by pair it is -2.0% to +1.0% (95% sure), by the medians +23.0%"),
+        (
+            (0.95, 1.08),
+            1.01,
+            "too noisy to tell the change in step time: pair by pair it is -5.0% to +8.0% (95% interval)",
+        ),
+        ((0.98, 1.01), 1.23, "pair by pair it is -2.0% to +1.0% (95% interval), by the medians +23.0%"),
         (None, 1.0, "Too few pairs of steps"),
     ],
     ids=["clear", "wide", "contradictory", "few"],

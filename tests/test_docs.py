@@ -88,7 +88,18 @@ COMMANDS = {
     for line in block.splitlines()
     if (words := shlex.split(line, comments=True))
 }
+SLOW = {"gradient_accumulation.md", "checkpointing.md", "regional_compilation.md", "several_drives.md", "gpu.md"}
+"""Pages whose blocks `make test-all` runs."""
 QUICK = (["ssdtrain-fx", "explain"], ["ssdtrain-fx", "doctor"], ["ssdtrain-fx", "probe"])
+
+
+def slow_page(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if name in SLOW else []
+
+
+def slow_probe(words: list[str]) -> list[pytest.MarkDecorator]:
+    """Probes take half a minute each: `make test` runs the one without options."""
+    return [pytest.mark.slow] if words[1] == "probe" and len(words) > 2 else []
 
 
 def on_drives(text: str, tmp_path: Path) -> str:
@@ -123,8 +134,7 @@ def test_python_is_python(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in PAGES if path.name in PRELUDES],
-    ids=lambda path: path.name,
+    [pytest.param(path, marks=slow_page(path.name), id=path.name) for path in PAGES if path.name in PRELUDES],
 )
 def test_python_runs(path: Path, tmp_path: Path) -> None:
     program = "\n".join([PRELUDES[path.name], *blocks_of(path, "python")])
@@ -170,7 +180,11 @@ def parse(arguments: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name for name, words in COMMANDS.items() if words[:2] in QUICK],
+    [
+        pytest.param(name, marks=slow_page(name.split(":")[0]) or slow_probe(words), id=name)
+        for name, words in COMMANDS.items()
+        if words[:2] in QUICK
+    ],
 )
 def test_command_runs(name: str, tmp_path: Path) -> None:
     words = COMMANDS[name]

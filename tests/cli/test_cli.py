@@ -1,4 +1,4 @@
-"""The command line, run in a separate process as users run it."""
+"""The command line: run in a separate process as users run it, or, where only words matter, in this one."""
 
 from __future__ import annotations
 
@@ -8,16 +8,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click.testing
 import pytest
+from typer.testing import CliRunner
+
+from ssdtrain_fx.cli import app
 
 ROOT = Path(__file__).parents[2]
 TINY = ("--steps", "3", "--layers", "2", "--hidden", "64", "--batch", "2", "--sequence", "64", "--device", "cpu")
 
 
+PLAIN = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+"""Wide and without colour in any terminal."""
+
+
+def invoke(*arguments: str) -> click.testing.Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(app, arguments, env=PLAIN)
+
+
 def run_command(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
     program = ["-c", code] if code is not None else ["-m", "ssdtrain_fx"]
-    # Wide and without colour in any terminal.
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    environment = {**os.environ, **PLAIN}
     return subprocess.run(
         [sys.executable, *program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
@@ -29,14 +41,14 @@ def test_version() -> None:
 
 
 def test_help_lists_the_demo() -> None:
-    done = run_command("--help")
-    assert done.returncode == 0
+    done = invoke("--help")
+    assert done.exit_code == 0
     assert "demo" in done.stdout
 
 
 def test_help_of_the_demo_lists_its_options() -> None:
-    done = run_command("demo", "--help")
-    assert done.returncode == 0
+    done = invoke("demo", "--help")
+    assert done.exit_code == 0
     options = "--steps --layers --hidden --batch --sequence --device --ssd-dir --json --png --seed"
     assert [option for option in options.split() if option not in done.stdout] == []
     assert "--backend" not in done.stdout
@@ -54,8 +66,8 @@ def test_help_of_the_demo_lists_its_options() -> None:
     ],
 )
 def test_a_wrong_option_is_named_and_nothing_runs(arguments: tuple[str, ...], message: str) -> None:
-    done = run_command("demo", *arguments)
-    assert done.returncode == 2
+    done = invoke("demo", *arguments)
+    assert done.exit_code == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 

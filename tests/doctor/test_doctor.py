@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_cli import ROOT, run_command
+from test_cli import ROOT, run_command
 
 from ssdtrain_fx.doctor import examine as doctor
 from ssdtrain_fx.doctor import probes as doctor_probes

@@ -303,10 +303,10 @@ print(explained(inner=sys.argv[3], max_slowdown=0.2).plan.to_json())
 
 @pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
 def test_processes_with_the_same_file_make_the_same_plan(inner: str, directory: Path) -> None:
-    """The process that measures and those that read its times agree byte for byte, whatever their hash seeds."""
+    """The process that measures and one that reads its times agree byte for byte, whatever their hash seeds."""
     plans: list[str] = []
     files: list[bytes] = []
-    for role, seed in (("measures", "1"), ("knows", "2"), ("knows", "3")):
+    for role, seed in (("measures", "1"), ("knows", "2")):
         done = subprocess.run(
             [sys.executable, "-c", PLAN, str(Path(__file__).parent), role, inner],
             env={**os.environ, "PYTHONHASHSEED": seed},

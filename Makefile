@@ -12,6 +12,8 @@ VENV ?= .venv$(patsubst %,-torch-%,$(filter-out $(PINNED_TORCH),$(TORCH)))
 KVIKIO := kvikio-cu13 libkvikio-cu13 rapids-logger
 
 BIN := $(VENV)/bin
+# Tests run in as many processes as there are cores, but no more than fit into the memory of most machines.
+PARALLEL := -n logical --maxprocesses 4
 # --no-compile: Python compiles the files that it imports. pip would compile all of them, which doubles its processor time.
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --constraint constraints.txt
 
@@ -50,10 +52,10 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/ssdtrain-fx demo $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check

@@ -62,7 +62,7 @@ def ssdtrain(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The backend named ``"ssdtrain"``. ``options`` are the fields of :class:`OffloadConfig`.
+    """The backend named ``"ssdtrain"``. ``options`` are the fields of ``OffloadConfig``.
 
     Raises:
         ConfigError: an option is unknown or has a wrong value, or ``ssd_dir`` cannot be used.

@@ -52,7 +52,7 @@ class CapturedStep:
         return run(joint.gm, self.joint_args(joint))
 
     def measure(self, joint: ScheduledJointGraph | None = None) -> MeasuredMemory:
-        """Run as :meth:`run` does, but return the memory at every node."""
+        """Run as ``run`` does, but return the memory at every node."""
         joint = self.join() if joint is None else joint
         return measure_memory(joint.gm, self.joint_args(joint))
 

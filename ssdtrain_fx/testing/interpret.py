@@ -30,7 +30,7 @@ def run(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
 
 
 def measure_memory(gm: fx.GraphModule, args: Sequence[Any]) -> MeasuredMemory:
-    """Run as :func:`run` does, and measure at every node which storages are alive.
+    """Run as ``run`` does, and measure at every node which storages are alive.
 
     This is an oracle for ``ssdtrain_fx.passes.analysis.liveness`` and shares no code with it: it checks weak references
     to real storages and does not analyse the graph.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from steps import FAST_DISK
 from test_cli import ROOT, run_command
 
 from ssdtrain_fx.doctor import examine as doctor
@@ -22,7 +23,6 @@ from ssdtrain_fx.doctor import probes as doctor_probes
 from ssdtrain_fx.doctor.examine import Answer, Finding, Machine, Questions
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.machine.profile_store import profile_key, profile_path, store_profile
-from tests.steps import FAST_DISK
 
 GPU: Answer = {"cuda": "13.0", "gpus": ["NVIDIA H200"]}
 NO_GPU: Answer = {"missing": "libcuda.so.1: cannot open shared object file"}

@@ -1,6 +1,6 @@
 """Paired comparison of one training step: plain Inductor, Inductor with checkpointing, and ssdtrain.
 
-Every variant runs in a process of its own. For time, the processes take turns (A B C A B C ...) and the median of the
+Every variant runs in a separate process. For time, the processes take turns (A B C A B C ...) and the median of the
 per-round ratios is reported, so that what else the machine does cancels out. Memory is measured in a second pass, one
 process at a time. Every step has another batch, the same for all variants, and the losses and gradients of every step
 are compared to the bit. (`checkpoint` recomputes what Inductor then fuses differently; where its bits differ, the table

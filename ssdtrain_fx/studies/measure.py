@@ -1,4 +1,4 @@
-"""Train one model in a process of its own, one step per request, and measure every step.
+"""Train one model in a separate process, one step per request, and measure every step.
 
     with Worker(Run(model="gpt2", variant="ssdtrain", measure="memory")) as worker:
         step = worker.step()            # blocks; the worker idles between steps, so two can take turns

@@ -1,4 +1,4 @@
-"""Copy nodes within a graph, with values of their own, and drop nodes that are not read."""
+"""Copy nodes within a graph, each with a new value, and erase nodes without users."""
 
 from __future__ import annotations
 

@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from typer.testing import CliRunner
 
 import ssdtrain_fx
 import ssdtrain_fx.testing
 from ssdtrain_fx import OffloadConfig, errors
+from ssdtrain_fx.cli import app
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -168,8 +170,6 @@ def parse(arguments: list[str], tmp_path: Path) -> None:
     """Parse arguments as the console script does, without running the command."""
     import typer
 
-    from ssdtrain_fx.cli import app
-
     arguments = shlex.split(on_drives(shlex.join(arguments), tmp_path))
     group = cast(Any, typer.main.get_command(app))
     with group.make_context("ssdtrain-fx", arguments, resilient_parsing=True) as context:
@@ -186,7 +186,7 @@ def parse(arguments: list[str], tmp_path: Path) -> None:
         if words[:2] in QUICK
     ],
 )
-def test_command_runs(name: str, tmp_path: Path) -> None:
+def test_command_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = COMMANDS[name]
     arguments = shlex.split(on_drives(shlex.join(words[1:]), tmp_path))
     if words[1] == "explain":
@@ -202,7 +202,10 @@ def test_command_runs(name: str, tmp_path: Path) -> None:
         ]  # the last value of an option counts
     if words[1] == "probe":
         arguments.append("--quick")
-    assert run([sys.executable, "-m", "ssdtrain_fx", *arguments], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert done.output
 
 
 TREES = [ast.parse(path.read_text()) for path in sorted((ROOT / "ssdtrain_fx").rglob("*.py"))]

@@ -28,7 +28,10 @@ def outputs_of(path: Path) -> list[Any]:
     return [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[] if path.stem[0] in "12" else [pytest.mark.slow], id=path.stem) for path in NOTEBOOKS],
+)
 def test_notebook_runs(path: Path) -> None:
     # In a separate process: the notebook client leaves event loops open, and warnings are errors here.
     command = [sys.executable, "-c", RUN, str(path), str(ROOT)]

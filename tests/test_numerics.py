@@ -47,8 +47,8 @@ def check(
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_node_by_node_all_offloaded(name: str, dropout: float, autocast: bool) -> None:
     check(name, inner="aot_eager", dropout=dropout, autocast=autocast)
 
@@ -60,7 +60,7 @@ def test_inductor_all_offloaded_with_dropout(name: str) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", ["gpt2", "encoder"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "encoder"])
 def test_inductor_with_eager_random_numbers_and_autocast(name: str) -> None:
     check(name, dropout=0.1, fallback_random=True, autocast=True)
 
@@ -123,7 +123,10 @@ def check_mixed_plan(name: str, inner: Inner, *, dropout: float = 0.1, autocast:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("name", "inner"), [("gpt2", "inductor"), ("bert", "inductor"), ("llama", "aot_eager")])
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [pytest.param("gpt2", "inductor", marks=pytest.mark.slow), ("bert", "inductor"), ("llama", "aot_eager")],
+)
 def test_mixed_plans(name: str, inner: Inner) -> None:
     check_mixed_plan(name, inner)
 
@@ -237,6 +240,7 @@ def _in_another_process(cache: Path, min_tensor_bytes: int) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_warm_compile_cache_in_other_processes(tmp_path: Path) -> None:
     """The second process compiles nothing, so no pass runs. The third has another plan and must miss the cache."""
     cold = _in_another_process(tmp_path, 0)

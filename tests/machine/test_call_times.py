@@ -301,7 +301,7 @@ print(explained(inner=sys.argv[3], max_slowdown=0.2).plan.to_json())
 """
 
 
-@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("inner", [pytest.param("inductor", marks=pytest.mark.slow), "aot_eager"])
 def test_processes_with_the_same_file_make_the_same_plan(inner: str, directory: Path) -> None:
     """The process that measures and one that reads its times agree byte for byte, whatever their hash seeds."""
     plans: list[str] = []

@@ -58,8 +58,8 @@ def run(script: str, directory: Path) -> tuple[int, str, str]:
     [
         ("", 0),
         ("raise ValueError('the user made a mistake')", 1),
-        ("del token", 0),
-        ("runtime.close()", 0),
+        pytest.param("del token", 0, marks=pytest.mark.slow),
+        pytest.param("runtime.close()", 0, marks=pytest.mark.slow),
     ],
 )
 def test_exit_with_transfers_in_flight(tmp_path: Path, ending: str, code: int) -> None:
@@ -163,7 +163,9 @@ HANGING = {
 
 
 @pytest.mark.parametrize("io", HANGING)
-@pytest.mark.parametrize("ending", ["", "raise ValueError('the user made a mistake')"])
+@pytest.mark.parametrize(
+    "ending", ["", pytest.param("raise ValueError('the user made a mistake')", marks=pytest.mark.slow)]
+)
 def test_exit_while_the_disk_hangs(tmp_path: Path, io: str, ending: str) -> None:
     script = f"""
         {HANGING[io].strip()}

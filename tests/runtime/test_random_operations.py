@@ -11,11 +11,20 @@ import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from faulty_disk import Effect, Fail, Fault, FaultyDisk, Flip, LaneKind, Late, Operation, Short
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 from runtime_fakes import fetch, offload
 from torch import Tensor
 
@@ -234,15 +243,19 @@ class OperationsByKvikio(Operations):
     checksum = False
 
 
-many = settings(max_examples=500, stateful_step_count=20, deadline=None)
+def run_examples(operations: type[Operations], count: int) -> None:
+    run_state_machine_as_test(operations, settings=settings(max_examples=count, stateful_step_count=20, deadline=None))  # pyright: ignore[reportUnknownMemberType]
 
-TestByAio = OperationsByAio.TestCase
-TestByAio.settings = many
-TestFromSource = OperationsFromSource.TestCase
-TestFromSource.settings = many
-TestByThreads = OperationsByThreads.TestCase
-TestByThreads.settings = many
-TestByCuda = OperationsByCuda.TestCase
-TestByCuda.settings = many
-TestByKvikio = OperationsByKvikio.TestCase
-TestByKvikio.settings = many
+
+LANES = [OperationsByAio, OperationsFromSource, OperationsByThreads, OperationsByCuda, OperationsByKvikio]
+
+
+@pytest.mark.parametrize("operations", LANES, ids=lambda operations: operations.__name__)
+def test_random_operations(operations: type[Operations]) -> None:
+    run_examples(operations, 120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operations", LANES, ids=lambda operations: operations.__name__)
+def test_many_random_operations(operations: type[Operations]) -> None:
+    run_examples(operations, 500)

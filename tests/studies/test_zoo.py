@@ -10,7 +10,7 @@ from ssdtrain_fx.studies import measure, zoo
 SMALL = {"layers": 2, "hidden": 64, "batch": 2, "sequence": 64, "vocab": 128}
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_every_model_is_one_graph_and_every_parameter_gets_a_gradient(name: str, dropout: float) -> None:
     torch.manual_seed(0)
@@ -77,7 +77,9 @@ def test_a_wrong_size_is_named(sizes: dict[str, float], message: str) -> None:
         zoo.build("gpt2", **sizes)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "gpt2" else [pytest.mark.slow]) for name in zoo.MODELS]
+)
 def test_checkpointing_every_layer_keeps_one_graph_and_the_loss(name: str) -> None:
     torch.manual_seed(0)
     module, make_batch = zoo.build(name, **SMALL)

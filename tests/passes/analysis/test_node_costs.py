@@ -159,6 +159,7 @@ def test_sizes_that_depend_on_data_cost_nothing_but_a_kernel() -> None:
     assert costs(joint, dataclasses.replace(ONLY_BYTES, kernel_s=1.0)) == {"nonzero": 16 + 1, "mul": 1}
 
 
+@pytest.mark.slow
 def test_the_same_costs_whatever_the_hash_seed() -> None:
     code = """
 import sys

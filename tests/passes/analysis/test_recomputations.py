@@ -517,7 +517,7 @@ MODELS = ["gpt2", "bert", "t5", "llama", "vit", "encoder", "conv"]
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", ["gpt2", "encoder"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "encoder"])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_models_train_to_the_same_bits(name: str, inner: Inner) -> None:
     check_model(name, inner)

@@ -16,7 +16,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ssdtrain_fx.hardware import Channel, Hardware
-from ssdtrain_fx.passes.planning.transfer_problem import Movable, TransferProblem
+from ssdtrain_fx.passes.planning.transfer_problem import Movable, TransferProblem, add_up
 from ssdtrain_fx.testing import toy_hardware
 
 MIB = 1 << 20
@@ -60,7 +60,7 @@ def random_problem(rng: random.Random, *, num_movables: int, num_positions: int)
         marker=marker,
         fixed_live_bytes=tuple(_fixed_live_bytes(rng, num_positions, marker, moved_bytes)),
         movables=tuple(movables),
-        hardware=_random_hardware(rng, moved_bytes, sum(node_s)),
+        hardware=_random_hardware(rng, moved_bytes, add_up(node_s)),
     )
 
 
@@ -140,7 +140,7 @@ def layered_problem(
     node_s = [1e-3 * rng.uniform(0.2, 2.0) for _ in range(num_positions)]
     node_s[marker] = 0.0
     moved_bytes = sum(movable.size_bytes for movable in movables)
-    bytes_per_s = hidden * moved_bytes / sum(node_s[:marker])
+    bytes_per_s = hidden * moved_bytes / add_up(node_s[:marker])
     return TransferProblem(
         node_s=tuple(node_s),
         marker=marker,

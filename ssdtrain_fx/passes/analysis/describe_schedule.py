@@ -25,7 +25,7 @@ from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, WAIT
 from ssdtrain_fx.passes.graph.source_lines import source_line
 from ssdtrain_fx.passes.planning.plan import Offload, Plan
 from ssdtrain_fx.passes.planning.simulate import Simulation, simulate
-from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
+from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem, add_up
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def describe_analysis(analysis: Analysis) -> Schedule:
         analysis.joint,
         list(start_s),
         start_s,
-        sum(analysis.node_s),
+        add_up(analysis.node_s),
         _find_spans(analysis, _name_storages(analysis)),
         alias_sets=analysis.alias_sets,
         name_of_first=_name_firsts(analysis),

@@ -10,7 +10,7 @@ from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.analyse import Analysis
 from ssdtrain_fx.passes.analysis.candidates import Candidate
 from ssdtrain_fx.passes.planning.live_intervals import LiveInterval, memory_profile
-from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, TransferProblem
+from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, TransferProblem, add_up
 
 
 def pose_problem(
@@ -39,7 +39,7 @@ def pose_problem(
         fixed_live_bytes=memory_profile(fixed, len(positions)).live_bytes,
         movables=tuple(sorted(movables, key=lambda movable: (movable.offload, movable.idx))),
         hardware=hardware,
-        recompute_s=0.0 if step_s is None else sum(analysis.node_s) - step_s,
+        recompute_s=0.0 if step_s is None else add_up(analysis.node_s) - step_s,
         host=None if analysis.activations else host,
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ssdtrain_fx.passes.planning.place_transfers import SSD_SPEEDUPS, Choice, place
 from ssdtrain_fx.passes.planning.simulate import simulate
-from ssdtrain_fx.passes.planning.transfer_problem import Movable, TransferProblem
+from ssdtrain_fx.passes.planning.transfer_problem import Movable, TransferProblem, add_up
 
 
 def choose_most(problem: TransferProblem, *, max_slowdown: float) -> Choice:
@@ -50,8 +50,8 @@ def exposed_in_chain_s(problem: TransferProblem, chosen: Sequence[Movable]) -> f
     """How much longer each graph in a chain of equal graphs takes if ``chosen`` are offloaded in each."""
     hardware = problem.hardware
     sizes = [movable.size_bytes for movable in chosen]
-    write_s, read_s = sum(map(hardware.write.transfer_s, sizes)), sum(map(hardware.read.transfer_s, sizes))
-    forward_s, backward_s = sum(problem.node_s[: problem.marker]), sum(problem.node_s[problem.marker :])
-    longer_forward_s = max(sum(map(problem.blocks_out_s, sizes)), write_s - forward_s)
-    longer_backward_s = max(sum(map(problem.blocks_in_s, sizes)), read_s - backward_s)
+    write_s, read_s = add_up(map(hardware.write.transfer_s, sizes)), add_up(map(hardware.read.transfer_s, sizes))
+    forward_s, backward_s = add_up(problem.node_s[: problem.marker]), add_up(problem.node_s[problem.marker :])
+    longer_forward_s = max(add_up(map(problem.blocks_out_s, sizes)), write_s - forward_s)
+    longer_backward_s = max(add_up(map(problem.blocks_in_s, sizes)), read_s - backward_s)
     return longer_forward_s + longer_backward_s + problem.recompute_s

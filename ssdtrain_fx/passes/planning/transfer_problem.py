@@ -26,13 +26,23 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ssdtrain_fx.hardware import Hardware
+
+
+def add_up(seconds: Iterable[float]) -> float:
+    """The sum from left to right, rounded at each step like the clock of the simulation.
+
+    From Python 3.12 on, ``sum`` rounds floats in another way.
+    """
+    return functools.reduce(operator.add, seconds, 0.0)
+
 
 Tier = Literal["ssd", "host"]
 """Where a storage is kept between its release and its reload."""
@@ -105,7 +115,7 @@ class TransferProblem:
     @functools.cached_property
     def step_s(self) -> float:
         """Time of the step without offloading and recomputation."""
-        return sum(self.node_s) - self.recompute_s
+        return add_up(self.node_s) - self.recompute_s
 
     @functools.cached_property
     def elapsed_s(self) -> tuple[float, ...]:

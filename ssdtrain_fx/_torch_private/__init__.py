@@ -23,7 +23,9 @@ say what differs between these versions.
 | ``multiprocessing.reductions.StorageWeakRef`` | no deduplication |
 | ``UntypedStorage._cdata`` | no alias sets |
 | ``_dynamo.config``, ``_dynamo.exc.BackendCompilerFailed`` | ``explain`` hits the recompile limit |
-| ``_C._dynamo.guards._reinterpret_tensor`` | no memory for reloads |
+| ``_C._dynamo.guards._reinterpret_tensor``, ``_empty_strided_cpu`` | no memory for reloads |
+| ``c10/core/Allocator.h``, ``c10/core/CPUAllocator.h`` (C++) | steps use the heap: little of the saving shows |
+| ``PythonWrapperCodegen.generate_end`` | the same |
 | ``_subclasses.fake_tensor``, ``_ops.OpOverload``, ``utils._pytree`` | no graph analysis |
 """
 
@@ -50,6 +52,7 @@ __all__ = [
     "StorageWeakRef",
     "aot_autograd",
     "compile_apart",
+    "empty_cpu",
     "fake_on",
     "functorch_config_patch",
     "graph_module",
@@ -167,6 +170,12 @@ def reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int]
     """A new tensor on the memory of ``tensor``, from its start. To autograd it is not a view."""
     # torch 2.15 accepts only tuples.
     return cast(Any, torch._C)._dynamo.guards._reinterpret_tensor(tensor, tuple(size), tuple(stride), 0)
+
+
+def empty_cpu(byte_count: int) -> torch.Tensor:
+    """Uninitialised bytes from torch's CPU allocator, as compiled code allocates them. ``torch.empty`` would fill them
+    under deterministic algorithms."""
+    return cast(Any, torch._C)._dynamo.guards._empty_strided_cpu((byte_count,), (1,), torch.uint8)
 
 
 def aot_autograd(

@@ -19,6 +19,7 @@ from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 
 from ssdtrain_fx._torch_private.direct_calls import DirectCall, are_direct, function_name
+from ssdtrain_fx._torch_private.inductor_fusion import FuseWithinLevels
 
 __all__ = [
     "CustomGraphPass",
@@ -36,6 +37,8 @@ __all__ = [
     "settings",
 ]
 
+
+STEP_MEMORY_MODULE = "ssdtrain_fx.runtime.memory.step_memory"
 
 _EXCLUSIVE = "_ssdtrain_exclusive"
 """Attribute of the graph that Inductor lowers: the buffers that no kernel may overwrite once they are computed."""
@@ -147,6 +150,7 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
     _write_in_place_as_planned(frozenset((offload, release, reload, wait)))
+    _run_in_step_memory()
     install(offload, after_kernel=False, before_kernel=True)  # it only has to be early
     install(release, after_kernel=True, before_kernel=True)
     install(reload, after_kernel=True, before_kernel=True)
@@ -175,6 +179,27 @@ def _write_in_place_as_planned(own_ops: frozenset[Any]) -> None:
         return can_reuse(self, input_buffer, output_buffer)
 
     wrapper.can_reuse = can_reuse_as_planned
+
+
+def _run_in_step_memory() -> None:
+    """Let the code of graphs that are compiled as planned take its memory from the arena.
+
+    The generated module ends with ``call = ssdtrain_in_step_memory(call)``, so that code from a cache does the same.
+    """
+    wrapper = cast(Any, PythonWrapperCodegen)
+    generate_end = wrapper.generate_end
+
+    def generate_end_and_wrap(self: Any, result: Any) -> None:
+        generate_end(self, result)
+        if isinstance(V.choices, FuseWithinLevels) and not V.graph.cpp_wrapper:
+            result.splice(
+                f"""
+                from {STEP_MEMORY_MODULE} import in_step_memory as ssdtrain_in_step_memory
+                call = ssdtrain_in_step_memory(call)
+                """
+            )
+
+    wrapper.generate_end = generate_end_and_wrap
 
 
 def offload_strides_in(code: OutputCode, offload: OpOverload) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
-__all__ = ["fusing_as_planned"]
+__all__ = ["FuseWithinLevels", "fusing_as_planned"]
 
 
 @contextmanager
@@ -21,11 +21,11 @@ def fusing_as_planned(own_ops: frozenset[Any], stored: str) -> Generator[None]:
         own_ops: the ops that move tensors; they are not kernels.
         stored: a key in the metadata of nodes whose result must be in memory from their position on.
     """
-    with V.set_choices_handler(cast(Any, _FuseWithinLevels(V.choices, own_ops, stored))):
+    with V.set_choices_handler(cast(Any, FuseWithinLevels(V.choices, own_ops, stored))):
         yield
 
 
-class _FuseWithinLevels:
+class FuseWithinLevels:
     """Inductor's heuristics, with two more rules.
 
     Two kernels that do not read each other's results are fused only if the longest chains of never-fused kernels before

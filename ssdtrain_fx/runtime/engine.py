@@ -48,7 +48,6 @@ from ssdtrain_fx.runtime.lanes.kvikio_io import KvikioLane, KvikioMover
 from ssdtrain_fx.runtime.lanes.lane import Lane
 from ssdtrain_fx.runtime.lanes.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.memory.cuda import CudaMover
-from ssdtrain_fx.runtime.memory.heap import prepare_heap
 from ssdtrain_fx.runtime.memory.layout import copy_elements, copy_with_layout, movable, same_layout, span_bytes
 from ssdtrain_fx.runtime.memory.movers import CpuMover
 from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, StagingPool
@@ -577,7 +576,7 @@ class Engine:
                 return KvikioLane(self._ledger, kvikio, KvikioMover(self._cuda), drive_count)
         tensor_memory = None
         if device_type == "cpu":
-            tensor_memory = TensorMemory(heap_below_bytes=prepare_heap())
+            tensor_memory = TensorMemory()
         mover = CpuMover() if device_type == "cpu" else CudaMover(self._cuda)
         budget_bytes = self.config.host_budget_bytes
         if budget_bytes is None:

@@ -149,7 +149,6 @@ class AioLane(Lane):
                 self._reap()
             if entry.from_source:
                 assert entry.source is not None
-                self._huge_pages.put_under(entry.source.address, entry.byte_count)
                 self._set_edges_aside(entry, entry.source)
             if entry.from_source and not (self._reads or self._writes or self._copies):
                 for chunk in entry.chunks:
@@ -164,8 +163,6 @@ class AioLane(Lane):
     def enlist_reads(self, fill: Fill) -> None:
         self._begin_fill(fill)
         try:
-            if self._huge_pages.has_grant:
-                self._huge_pages.put_under_heap()
             if self._has_backlog or fill.entry.busy > len(fill.entry.chunks):  # its write may have completed
                 self._reap()
             for chunk in fill.entry.chunks:

@@ -4,17 +4,16 @@ Why huge pages: direct I/O pins every page it reads into, and pinning 512 small 
 2 MiB itself (figures in :mod:`ssdtrain_fx.runtime.memory.staging`). Why reuse: the first access to fresh memory is as
 expensive as a copy, and far more expensive if the host of a virtual machine has taken freed memory away.
 
-If the heap is glibc's, it keeps the memory that activations free (:mod:`ssdtrain_fx.runtime.memory.heap`), and tensors
-are allocated on it: the next reload uses what backward has freed, and no memory is set aside for reloads alone. Larger
-tensors, and all tensors if the heap is not glibc's, get separate mappings. A mapping is kept for the next tensor of
+In compiled code, the memory comes from the arena (:mod:`ssdtrain_fx.runtime.memory.step_memory`), like that of all other
+tensors there. Elsewhere, and where there is no arena, every tensor gets a mapping, which is kept for the next tensor of
 about the same size.
 
 Guarantees:
 
 * A tensor owns whole pages: they hold no other data.
 * Memory is reused only after the last tensor on its storage has died.
-* After an allocation, unused mappings hold at most the bytes that its caller allows, or else ``idle_bytes``. After
-  :meth:`TensorMemory.release_idle` there are none.
+* After an allocation, unused mappings hold at most ``idle_bytes``. After :meth:`TensorMemory.release_idle` there are
+  none.
 """
 
 from __future__ import annotations
@@ -33,13 +32,12 @@ from torch import Tensor
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES, round_up
 from ssdtrain_fx.runtime.memory.staging import HUGE_PAGE_BYTES
+from ssdtrain_fx.runtime.memory.step_memory import allocate_block
 
 IDLE_BYTES = 96 << 20
 """What backward of one layer reads in GPT-2 with 12 layers, hidden 384, batch 8 x 512: tensors of 24, 18 and 6 MiB."""
 FIT_RATIO = 1.25
 """A tensor reuses a mapping that is at most this many times as large."""
-HEAP_SPARE_BYTES = 3 * ALIGNMENT_BYTES
-"""Up to the next page, from there to the start of the tensor, and from its end to the end of its last page."""
 
 
 class _Mapping:
@@ -78,9 +76,7 @@ class _Lease:
 class TensorMemory:
     """All methods may be called from any thread."""
 
-    def __init__(self, idle_bytes: int = IDLE_BYTES, *, heap_below_bytes: int = 0) -> None:
-        """Tensors of less than ``heap_below_bytes`` come from the heap."""
-        self._heap_below_bytes = heap_below_bytes
+    def __init__(self, idle_bytes: int = IDLE_BYTES) -> None:
         self._idle_limit_bytes = idle_bytes
         self._lock = threading.Lock()
         self._idle: list[_Mapping] = []
@@ -96,44 +92,28 @@ class TensorMemory:
             return sum(mapping.size_bytes for mapping in self._idle)
 
     def allocate(
-        self,
-        size: Sequence[int],
-        stride: Sequence[int],
-        dtype: torch.dtype,
-        byte_count: int,
-        lead_bytes: int = 0,
-        idle_bytes: int | None = None,
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, byte_count: int, lead_bytes: int = 0
     ) -> Tensor:
         """Allocate an uninitialised CPU tensor at the start of its storage of ``byte_count`` bytes.
 
-        A page begins ``lead_bytes`` (less than a page) after the start of the tensor. ``idle_bytes``, if given, limits
-        the unused mappings that are kept.
+        A page begins ``lead_bytes`` (less than a page) after the start of the tensor.
         """
         skip_bytes = -lead_bytes % ALIGNMENT_BYTES
         array_type = self._array_types.get(byte_count)
         if array_type is None:
             array_type = self._array_types[byte_count] = ctypes.c_char * byte_count
-        left_bytes = self._idle_limit_bytes if idle_bytes is None else idle_bytes
-        if self.uses_heap(byte_count):
-            if self._idle or self._returned:
-                with self._lock:
-                    self._collect()
-                    self._trim(left_bytes)
-            heap = torch.UntypedStorage(byte_count + HEAP_SPARE_BYTES)  # torch may be set to fill new tensors
-            array: Any = array_type.from_address(round_up(heap.data_ptr()) + skip_bytes)
-            array.lease = heap
+        block = allocate_block(skip_bytes + byte_count)
+        if block is not None:
+            array: Any = array_type.from_address(block.data_ptr() + skip_bytes)
+            array.lease = block
         else:
             with self._lock:
                 self._collect()
                 mapping = self._take(round_up(skip_bytes + byte_count))
-                self._trim(left_bytes)
+                self._trim(self._idle_limit_bytes)
             array = mapping.array(array_type, skip_bytes)
             array.lease = _Lease(mapping, self._returned)
         return _torch_private.reinterpret(torch.frombuffer(array, dtype=dtype), size, stride)
-
-    def uses_heap(self, byte_count: int) -> bool:
-        """Whether a tensor of ``byte_count`` bytes is allocated on the heap."""
-        return byte_count + HEAP_SPARE_BYTES < self._heap_below_bytes
 
     def release_idle(self) -> None:
         """Return unused mappings to the system."""

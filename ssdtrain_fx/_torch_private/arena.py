@@ -1,0 +1,109 @@
+"""Builds and loads ``arena.cpp``: memory for compiled steps on a CPU, through torch's C++ allocator interface.
+
+The library is built once per version of torch, with the compiler that Inductor needs on a CPU anyway, in about two
+seconds. It is kept in ``$XDG_CACHE_HOME/ssdtrain_fx``, else in ``~/.cache/ssdtrain_fx``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("arena.cpp")
+BUILD_TIMEOUT_S = 300
+_NUMBERS = 7
+"""How many numbers ``ssdtrain_arena_describe`` writes."""
+
+
+class ArenaUnavailableError(Exception):
+    """The arena cannot be built or installed here; the message says why."""
+
+
+class ArenaLibrary:
+    """The functions of ``arena.cpp``. They keep the GIL, because they are shorter than passing it on."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if ``path`` cannot be loaded."""
+        library = ctypes.PyDLL(str(path))
+        self._install = library["ssdtrain_arena_install"]
+        self._install.argtypes, self._install.restype = [ctypes.c_size_t], ctypes.c_bool
+        self.enter = library["ssdtrain_arena_enter"]
+        self.leave = library["ssdtrain_arena_leave"]
+        self.trim = library["ssdtrain_arena_trim"]
+        self.reset_peaks = library["ssdtrain_arena_reset_peaks"]
+        for function in (self.enter, self.leave, self.trim, self.reset_peaks):
+            function.argtypes, function.restype = [], None
+        self.is_inside = library["ssdtrain_arena_is_inside"]
+        self.is_inside.argtypes, self.is_inside.restype = [], ctypes.c_bool
+        self._describe = library["ssdtrain_arena_describe"]
+        self._describe.argtypes, self._describe.restype = [ctypes.c_void_p], None
+
+    def install(self, reserve_bytes: int) -> None:
+        """Make torch ask the arena for CPU memory. ``reserve_bytes`` of addresses are set aside; they take no memory.
+
+        Raises:
+            ArenaUnavailableError: there are not so many addresses, or another allocator has a higher priority.
+        """
+        if not self._install(reserve_bytes):
+            raise ArenaUnavailableError(
+                f"{reserve_bytes >> 30} GiB of addresses cannot be reserved (see `ulimit -v`), or another library has "
+                "set torch's CPU allocator"
+            )
+
+    def describe(self) -> tuple[int, ...]:
+        """What ``ssdtrain_arena_describe`` in ``arena.cpp`` lists."""
+        numbers = (ctypes.c_int64 * _NUMBERS)()
+        self._describe(ctypes.addressof(numbers))
+        return tuple(numbers)
+
+
+def load_arena_library() -> ArenaLibrary:
+    """Load the library; build it first if no process has done so on this machine.
+
+    Raises:
+        ArenaUnavailableError: there is no C++ compiler, or it fails.
+    """
+    root = Path(torch.__file__).parent
+    command = [_compiler(), "-std=c++20", "-O2", "-shared", "-fPIC", "-w", f"-I{root / 'include'}", str(SOURCE)]
+    command += [f"-L{root / 'lib'}", "-lc10"]
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest.update(repr((command, torch.__version__, platform.machine())).encode())
+    try:
+        directory = _cache_directory()
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"arena-{digest.hexdigest()[:16]}.so"
+        if not path.exists():
+            _build(command, path)
+        return ArenaLibrary(path)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ArenaUnavailableError(str(error)) from error
+
+
+def _build(command: list[str], path: Path) -> None:
+    """Compile under a temporary name, then rename: another process never sees half a library."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".arena-") as directory:
+        built = Path(directory) / path.name
+        done = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        if done.returncode != 0:
+            raise ArenaUnavailableError(f"`{' '.join(command)}` failed: {done.stderr.strip()[-2000:]}")
+        built.replace(path)
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if name and shutil.which(name):
+            return name
+    raise ArenaUnavailableError("there is no C++ compiler (looked for $CXX, g++, clang++, c++)")
+
+
+def _cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "ssdtrain_fx"

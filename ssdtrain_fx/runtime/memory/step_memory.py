@@ -5,7 +5,7 @@ them and lets the next layer touch fresh pages. So what a step saves would not s
 
 While compiled code runs, the tensors of its thread come from the arena: intermediates, saved tensors, workspaces of
 kernels, and reloaded tensors. What the caller receives keeps its block for as long as it lives. Tensors of other
-threads, of code that is not compiled by this backend, and of less than 64 KiB are torch's as ever.
+threads, of code that is not compiled by this backend, and of less than 64 KiB come from torch's own allocator.
 ``_torch_private/arena.cpp`` says what the arena guarantees.
 """
 
@@ -15,7 +15,6 @@ import functools
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +28,8 @@ log = logging.getLogger(__name__)
 
 MIN_BYTES = 64 << 10
 """The same as in ``arena.cpp``."""
-_RESERVED_PER_MEMORY = 2
-"""Addresses that are set aside, as a multiple of the memory of the machine: a block may not be moved, so holes count."""
+RESERVED_RATIO = 2
+"""Addresses that are set aside, relative to the memory of the machine. A block cannot be moved, so holes count."""
 
 
 class StepMemory:
@@ -41,7 +40,6 @@ class StepMemory:
         self._lock = threading.Lock()
         self._is_loaded = False
         self._library: ArenaLibrary | None = None
-        self._steps = 0
 
     @property
     def library(self) -> ArenaLibrary | None:
@@ -56,14 +54,12 @@ class StepMemory:
     def _load_or_warn(self) -> ArenaLibrary | None:
         try:
             library = self._load()
-            library.install(MIN_BYTES = 64 << 10
-"""The same as in ``arena.cpp``."""
-_RESERVED_PER_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        except ArenaUnavailableError as error:
+            library.install(RESERVED_RATIO * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        except ArenaUnavailableError as reason:
             log.warning(
                 "compiled steps use the heap of the C library, which keeps much of the memory that offloading frees: "
                 "%s.",
-                error,
+                reason,
             )
             return None
         return library
@@ -77,7 +73,6 @@ def allocate_block(byte_count: int) -> Tensor | None:
     library = step_memory.library
     if library is None or not library.is_inside():
         return None
-    # The allocator is asked for at least MIN_BYTES: it leaves smaller tensors to the heap.
     block = _torch_private.empty_cpu(max(round_up(byte_count), MIN_BYTES))
     # If the system grants the arena no memory, the block is from the heap.
     return block if block.data_ptr() % ALIGNMENT_BYTES == 0 else None

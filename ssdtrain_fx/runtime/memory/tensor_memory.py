@@ -4,9 +4,9 @@ Why huge pages: direct I/O pins every page it reads into, and pinning 512 small 
 2 MiB itself (figures in :mod:`ssdtrain_fx.runtime.memory.staging`). Why reuse: the first access to fresh memory is as
 expensive as a copy, and far more expensive if the host of a virtual machine has taken freed memory away.
 
-In compiled code, the memory comes from the arena (:mod:`ssdtrain_fx.runtime.memory.step_memory`), like that of all other
-tensors there. Elsewhere, and where there is no arena, every tensor gets a mapping, which is kept for the next tensor of
-about the same size.
+In compiled code, the memory comes from the arena (:mod:`ssdtrain_fx.runtime.memory.step_memory`), like that of all
+other tensors there. Elsewhere, and where there is no arena, every tensor gets a mapping, which is kept for the next
+tensor of about the same size.
 
 Guarantees:
 

@@ -14,17 +14,30 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 SOURCE = Path(__file__).with_name("arena.cpp")
 BUILD_TIMEOUT_S = 300
-_NUMBERS = 7
-"""How many numbers ``ssdtrain_arena_describe`` writes."""
 
 
 class ArenaUnavailableError(Exception):
     """The arena cannot be built or installed here; the message says why."""
+
+
+class ArenaState(NamedTuple):
+    """The numbers that ``ssdtrain_arena_describe`` writes, in their order."""
+
+    allocated_bytes: int
+    allocated_peak_bytes: int
+    committed_bytes: int
+    """From the start of the arena: in use, or free and mapped."""
+    committed_peak_bytes: int
+    end_peak_bytes: int
+    """Highest end of a block."""
+    blocks: int
+    allocations: int
 
 
 class ArenaLibrary:
@@ -58,11 +71,11 @@ class ArenaLibrary:
                 "set torch's CPU allocator"
             )
 
-    def describe(self) -> tuple[int, ...]:
-        """What ``ssdtrain_arena_describe`` in ``arena.cpp`` lists."""
-        numbers = (ctypes.c_int64 * _NUMBERS)()
+    def describe(self) -> ArenaState:
+        """What the arena holds now, and at most so far."""
+        numbers = (ctypes.c_int64 * len(ArenaState._fields))()
         self._describe(ctypes.addressof(numbers))
-        return tuple(numbers)
+        return ArenaState(*numbers)
 
 
 def load_arena_library() -> ArenaLibrary:

@@ -184,7 +184,8 @@ def _write_in_place_as_planned(own_ops: frozenset[Any]) -> None:
 def _run_in_step_memory() -> None:
     """Let the code of graphs that are compiled as planned take its memory from the arena.
 
-    The generated module ends with ``call = ssdtrain_in_step_memory(call)``, so that code from a cache does the same.
+    The generated module ends with ``call = ssdtrain_in_step_memory(call, ...)``, so that code from a cache does the
+    same.
     """
     wrapper = cast(Any, PythonWrapperCodegen)
     generate_end = wrapper.generate_end
@@ -195,7 +196,7 @@ def _run_in_step_memory() -> None:
             result.splice(
                 f"""
                 from {STEP_MEMORY_MODULE} import in_step_memory as ssdtrain_in_step_memory
-                call = ssdtrain_in_step_memory(call)
+                call = ssdtrain_in_step_memory(call, planned_peak_bytes={V.choices.planned_peak_bytes})
                 """
             )
 

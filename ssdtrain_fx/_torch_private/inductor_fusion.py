@@ -14,14 +14,15 @@ __all__ = ["FuseWithinLevels", "fusing_as_planned"]
 
 
 @contextmanager
-def fusing_as_planned(own_ops: frozenset[Any], stored: str) -> Generator[None]:
+def fusing_as_planned(own_ops: frozenset[Any], stored: str, planned_peak_bytes: int) -> Generator[None]:
     """Compile graphs in which kernels are fused only where the plan counts them as one.
 
     Args:
         own_ops: the ops that move tensors; they are not kernels.
         stored: a key in the metadata of nodes whose result must be in memory from their position on.
+        planned_peak_bytes: the peak that the plan predicts; the generated code records it.
     """
-    with V.set_choices_handler(cast(Any, FuseWithinLevels(V.choices, own_ops, stored))):
+    with V.set_choices_handler(cast(Any, FuseWithinLevels(V.choices, own_ops, stored, planned_peak_bytes))):
         yield
 
 
@@ -41,7 +42,8 @@ class FuseWithinLevels:
     A result that must be stored at its position is not computed in the kernel that reads it, if that kernel runs later.
     """
 
-    def __init__(self, inner: Any, own_ops: frozenset[Any], stored: str) -> None:
+    def __init__(self, inner: Any, own_ops: frozenset[Any], stored: str, planned_peak_bytes: int) -> None:
+        self.planned_peak_bytes = planned_peak_bytes
         self._inner = inner
         self._own_ops = own_ops
         self._stored = stored

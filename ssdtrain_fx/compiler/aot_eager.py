@@ -11,8 +11,9 @@ from torch import fx
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.passes.analysis.chains import find_activation_inputs
-from ssdtrain_fx.passes.graph.op_targets import RELOAD, WAIT, find
+from ssdtrain_fx.passes.graph.op_targets import RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
+from ssdtrain_fx.runtime.memory.step_memory import in_step_memory, keep_memory_for
 
 
 def compile_with_aot_eager(
@@ -30,6 +31,7 @@ def compile_with_aot_eager(
         compiler: compiles the two graphs; None runs them node by node.
     """
 
+    planned_peak_bytes = 0
     device, activation_inputs = device_of(example_inputs), find_activation_inputs(example_inputs)
 
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -46,6 +48,8 @@ def compile_with_aot_eager(
         )
         if observe is not None:
             observe(step)
+        nonlocal planned_peak_bytes
+        planned_peak_bytes = step.plan.peak_after_bytes
         for node in (*find(step.backward.graph, RELOAD), *find(step.backward.graph, WAIT)):
             # No code is compiled for a layout here, so reload what forward really made. Metadata can be wrong: under
             # autocast on CPU, native_layer_norm claims float32 for the statistics that it returns as bfloat16.
@@ -53,9 +57,18 @@ def compile_with_aot_eager(
             node.update_arg(3, None)
         return step.forward, step.backward
 
-    return _torch_private.aot_autograd(
-        gm, example_inputs, compiler=compiler or run_node_by_node, partition_fn=partition
+    def compile_half(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        run = run_node_by_node(gm, example_inputs)
+        if not find(gm.graph, RELEASE) and not find(gm.graph, RELOAD):
+            return run
+        run = in_step_memory(run, planned_peak_bytes=planned_peak_bytes)
+        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return run
+
+    compiled = _torch_private.aot_autograd(
+        gm, example_inputs, compiler=compiler or compile_half, partition_fn=partition
     )
+    return keep_memory_for(compiled)
 
 
 def run_node_by_node(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:

@@ -37,11 +37,15 @@ from ssdtrain_fx.passes.graph.copy_nodes import COPY_OF
 from ssdtrain_fx.passes.graph.joint_graph import join, split
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
+from ssdtrain_fx.runtime.memory.step_memory import keep_memory_for
 
 log = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parents[1]
 """Where the source of all passes and of the runtime is."""
+
+PLANNED_PEAK = "ssdtrain_planned_peak_bytes"
+"""Key in the metadata of the output of both halves of a step."""
 
 Observer = Callable[[OffloadedStep], None]
 
@@ -88,6 +92,8 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         )
         if self.observe is not None:
             self.observe(step)
+        for half in (step.forward, step.backward):
+            half.graph.output_node().meta[PLANNED_PEAK] = step.plan.peak_after_bytes
         return step.forward, step.backward
 
     def uuid(self) -> str:
@@ -176,7 +182,8 @@ class _CompileBothHalves:
         with contextlib.ExitStack() as stack:
             if moves or makes_again:
                 stack.enter_context(private.settings(allow_buffer_reuse=False))
-                stack.enter_context(fusing_as_planned(frozenset(OPS), STORED))
+                planned_peak_bytes = gm.graph.output_node().meta[PLANNED_PEAK]
+                stack.enter_context(fusing_as_planned(frozenset(OPS), STORED, planned_peak_bytes))
             code = private.compile_fx_inner(gm, example_inputs, **kwargs)
         if name_by_token:
             strides = private.offload_strides_in(code, OFFLOAD)
@@ -214,7 +221,8 @@ def compile_with_inductor(
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
         return halves(gm, example_inputs, **kwargs)
 
-    return private.compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+    compiled = private.compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+    return keep_memory_for(compiled)
 
 
 def _warn_about_nameless(config: OffloadConfig) -> None:

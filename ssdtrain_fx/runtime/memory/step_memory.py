@@ -11,12 +11,15 @@ threads, of code that is not compiled by this backend, and of less than 64 KiB c
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
+import resource
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -31,6 +34,27 @@ MIN_BYTES = 64 << 10
 RESERVED_RATIO = 2
 """Addresses that are set aside, relative to the memory of the machine. A block cannot be moved, so holes count."""
 
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryStats:
+    """Memory of compiled steps on a CPU. All zero if there is no arena."""
+
+    allocated_bytes: int = 0
+    """Bytes of tensors that are alive, in whole pages."""
+    allocated_peak_bytes: int = 0
+    """Highest ``allocated_bytes`` since the start, or since :func:`reset_peak_memory_stats`."""
+    reserved_bytes: int = 0
+    """Memory that the arena holds, in use or free: at most this much of it is resident."""
+    reserved_peak_bytes: int = 0
+    planned_peak_bytes: int = 0
+    """The largest peak that the plans of the graphs predict that have run. In a chain of graphs, each counts alone."""
+    fragmentation: float = 0.0
+    """The share of the arena that was in holes between tensors when it was fullest."""
+    page_faults: int = 0
+    """Pages that this process has touched for the first time: of 4 KiB, unless they are huge."""
+
 
 class StepMemory:
     """The arena of this process, built on first use."""
@@ -40,6 +64,8 @@ class StepMemory:
         self._lock = threading.Lock()
         self._is_loaded = False
         self._library: ArenaLibrary | None = None
+        self._steps: set[int] = set()
+        self.planned_peak_bytes = 0
 
     @property
     def library(self) -> ArenaLibrary | None:
@@ -50,6 +76,44 @@ class StepMemory:
                     self._library = self._load_or_warn()
                     self._is_loaded = True
         return self._library
+
+    def keep_for(self, step: object) -> None:
+        """Return free memory to the system when the last of these objects has died."""
+        self._steps.add(id(step))
+        weakref.finalize(step, self._forget, id(step)).atexit = False
+
+    def trim(self) -> None:
+        """Return free memory to the system."""
+        if self._library is not None:
+            self._library.trim()
+
+    def reset_peaks(self) -> None:
+        if self._library is not None:
+            self._library.reset_peaks()
+
+    def statistics(self) -> MemoryStats:
+        page_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        if self._library is None:
+            return MemoryStats(page_faults=page_faults)
+        described = self._library.describe()
+        return MemoryStats(
+            allocated_bytes=described.allocated_bytes,
+            allocated_peak_bytes=described.allocated_peak_bytes,
+            reserved_bytes=described.committed_bytes,
+            reserved_peak_bytes=described.committed_peak_bytes,
+            planned_peak_bytes=self.planned_peak_bytes,
+            fragmentation=1 - described.allocated_peak_bytes / max(1, described.end_peak_bytes),
+            page_faults=page_faults,
+        )
+
+    def forget_after_fork(self) -> None:
+        """In a forked child: the lock may have been held by a thread that does not exist here."""
+        self._lock = threading.Lock()
+
+    def _forget(self, step: int) -> None:
+        self._steps.discard(step)
+        if not self._steps:
+            self.trim()
 
     def _load_or_warn(self) -> ArenaLibrary | None:
         try:
@@ -66,6 +130,34 @@ class StepMemory:
 
 
 step_memory = StepMemory()
+os.register_at_fork(after_in_child=step_memory.forget_after_fork)
+
+
+def keep_memory_for(step: T) -> T:
+    """``step``, a compiled step. What the arena has free stays mapped until the last such object has died."""
+    step_memory.keep_for(step)
+    return step
+
+
+def in_step_memory(call: Callable[[Any], Any], *, planned_peak_bytes: int) -> Callable[[Any], Any]:
+    """``call``, a compiled graph, with its memory from the arena. Code that Inductor generates calls this.
+
+    ``planned_peak_bytes`` is the peak that the plan predicts for the step.
+    """
+
+    @functools.wraps(call)
+    def run(args: Any) -> Any:
+        library = step_memory.library
+        if library is None:
+            return call(args)
+        step_memory.planned_peak_bytes = max(step_memory.planned_peak_bytes, planned_peak_bytes)
+        try:
+            library.enter()
+            return call(args)
+        finally:
+            library.leave()
+
+    return run
 
 
 def allocate_block(byte_count: int) -> Tensor | None:
@@ -78,18 +170,14 @@ def allocate_block(byte_count: int) -> Tensor | None:
     return block if block.data_ptr() % ALIGNMENT_BYTES == 0 else None
 
 
-def in_step_memory(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``call``, a compiled graph, with its memory from the arena. Code that Inductor generates calls this."""
+def memory_stats() -> MemoryStats:
+    """The memory of compiled steps on a CPU: what they use and hold now, and at most so far.
 
-    @functools.wraps(call)
-    def run(args: Any) -> Any:
-        library = step_memory.library
-        if library is None:
-            return call(args)
-        try:
-            library.enter()
-            return call(args)
-        finally:
-            library.leave()
+    ``torch.cuda.memory_stats`` says the same for GPUs.
+    """
+    return step_memory.statistics()
 
-    return run
+
+def reset_peak_memory_stats() -> None:
+    """Let the peaks of :func:`memory_stats` begin anew."""
+    step_memory.reset_peaks()

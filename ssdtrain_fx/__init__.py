@@ -13,7 +13,8 @@ from ssdtrain_fx.errors import (
     StalledDiskError,
 )
 from ssdtrain_fx.report import Report, explain
-from ssdtrain_fx.runtime.ops import statistics, trace
+from ssdtrain_fx.runtime.memory.step_memory import MemoryStats, memory_stats, reset_peak_memory_stats
+from ssdtrain_fx.runtime.ops import empty_cache, statistics, trace
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.studies.rok_curve import RokCurve, RokOutcome, RokPoint, rok
 
@@ -22,6 +23,7 @@ __all__ = [
     "BudgetError",
     "ConfigError",
     "InternalError",
+    "MemoryStats",
     "OffloadConfig",
     "PassError",
     "PolicyError",
@@ -33,7 +35,10 @@ __all__ = [
     "StalledDiskError",
     "Statistics",
     "backend",
+    "empty_cache",
     "explain",
+    "memory_stats",
+    "reset_peak_memory_stats",
     "rok",
     "statistics",
     "trace",

@@ -408,6 +408,11 @@ class Engine:
         ledger.tidy()
         return statistics
 
+    def release_idle(self) -> None:
+        """Return the memory to the system that is kept for reloads and unused."""
+        for lane in tuple(self._lanes.values()):
+            lane.release_idle()
+
     @property
     def trace(self) -> Trace | None:
         """What records the events of this engine; None while nothing is recorded."""

@@ -84,6 +84,11 @@ class Engines:
             engines = tuple(self._by_config.values())
         return sum((engine.statistics() for engine in engines), start=Statistics())
 
+    def release_idle(self) -> None:
+        """Return the memory to the system that engines keep for reloads and that is unused."""
+        for engine in tuple(self._by_config.values()):
+            engine.release_idle()
+
     def start_trace(self, trace: Trace) -> None:
         """Record what all engines do, including engines opened later. Raises ConfigError during another trace."""
         with self._lock:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.handles.tickets import Reloading, Tickets
 from ssdtrain_fx.runtime.handles.tokens import Owner, make_token
+from ssdtrain_fx.runtime.memory.step_memory import step_memory
 from ssdtrain_fx.runtime.op_contract import LIBRARY
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.trace import record
@@ -111,6 +112,15 @@ for _name, _real in (("offload", _offload), ("release", _release), ("reload", _r
 def statistics() -> Statistics:
     """What all engines of this process have done and hold now."""
     return _engines.statistics()
+
+
+def empty_cache() -> None:
+    """Return the memory of compiled steps that is free to the system: on a CPU, and what engines keep for reloads.
+
+    The next step takes it again, page by page. ``torch.cuda.empty_cache`` does the same for GPUs.
+    """
+    _engines.release_idle()
+    step_memory.trim()
 
 
 def trace(path: str | os.PathLike[str]) -> AbstractContextManager[None]:

@@ -201,12 +201,7 @@ class AioLane(Lane):
         """Allocate a tensor at the start of its storage, with memory for whole pages."""
         if entry.byte_count == 0:
             return super().allocate(entry, stride, device)
-        y = self._tensor_memory.allocate(
-            entry.size, stride, entry.dtype, entry.byte_count, entry.lead_bytes, idle_bytes
-        )
-        if self._tensor_memory.uses_heap(entry.byte_count):
-            self._huge_pages.put_under(y.data_ptr(), entry.byte_count)
-        return y
+        return self._tensor_memory.allocate(entry.size, stride, entry.dtype, entry.byte_count, entry.lead_bytes)
 
     def close(self, patience: Patience) -> bool:
         ledger = self._ledger

@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <iterator>
 #include <map>
 #include <mutex>
@@ -37,11 +38,19 @@ namespace {
 
 constexpr size_t PAGE_BYTES = 4096;
 constexpr size_t HUGE_PAGE_BYTES = size_t{2} << 20;
-// Smaller tensors are many and short. They would leave holes, and cost more here than on the heap.
-constexpr size_t MIN_BYTES = size_t{64} << 10;
-// How long memory stays mapped that no step uses: at least so many runs of graphs, and at least so many seconds.
-constexpr int64_t UNUSED_RUNS = 64;
-constexpr std::chrono::seconds UNUSED_TIME{10};
+
+struct Settings {
+  // Smaller tensors are many and short. They would leave holes, and cost more here than on the heap.
+  size_t min_bytes = size_t{64} << 10;
+  // How long memory stays mapped that no step uses: at least so many runs of graphs, and at least so long. Guesses: a
+  // training that is interrupted by an evaluation should find its memory again.
+  int64_t unused_runs = 64;
+  std::chrono::milliseconds unused_time{10000};
+  // For tests: freed memory is filled with 0xCB, so that whoever still reads it computes something else.
+  bool poison = false;
+};
+
+Settings settings;
 
 size_t round_up(size_t bytes, size_t unit) {
   return (bytes + unit - 1) / unit * unit;
@@ -103,6 +112,8 @@ class Range {
     size_t offset = static_cast<char*>(pointer) - base_;
     size_t bytes = live_.at(offset);
     live_.erase(offset);
+    if (settings.poison)
+      std::memset(pointer, 0xCB, bytes);
     allocated_ -= bytes;
     auto after = free_by_offset_.lower_bound(offset);
     if (after != free_by_offset_.end() && after->first == offset + bytes) {
@@ -125,10 +136,10 @@ class Range {
 
   // A compiled graph has run.
   void end_run() {
-    if (++runs_ < UNUSED_RUNS)
+    if (++runs_ < settings.unused_runs)
       return;
     auto now = std::chrono::steady_clock::now();
-    if (now - since_ < UNUSED_TIME)
+    if (now - since_ < settings.unused_time)
       return;
     decommit(recent_top_);
     recent_top_ = top_;
@@ -262,7 +273,7 @@ void* allocate_block(size_t bytes) {
 class ArenaAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    if (is_inside && bytes >= MIN_BYTES) {
+    if (is_inside && bytes >= settings.min_bytes) {
       void* memory = allocate_block(bytes);
       if (memory != nullptr) {
         c10::profiledCPUMemoryReporter().New(memory, bytes);
@@ -344,6 +355,12 @@ void ssdtrain_arena_trim() {
   std::lock_guard<std::mutex> guard(lock());
   if (current != nullptr)
     current->trim();
+}
+
+// For tests: see Settings.
+void ssdtrain_arena_configure(size_t min_bytes, int64_t unused_runs, int64_t unused_milliseconds, bool poison) {
+  std::lock_guard<std::mutex> guard(lock());
+  settings = {min_bytes, unused_runs, std::chrono::milliseconds(unused_milliseconds), poison};
 }
 
 void ssdtrain_arena_reset_peaks() {

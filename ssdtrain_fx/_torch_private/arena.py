@@ -20,6 +20,8 @@ import torch
 
 SOURCE = Path(__file__).with_name("arena.cpp")
 BUILD_TIMEOUT_S = 300
+MIN_BYTES = 64 << 10
+"""Smaller tensors do not come from the arena. The same as in ``arena.cpp``."""
 
 
 class ArenaUnavailableError(Exception):
@@ -51,11 +53,15 @@ class ArenaLibrary:
         self.enter = library["ssdtrain_arena_enter"]
         self.leave = library["ssdtrain_arena_leave"]
         self.trim = library["ssdtrain_arena_trim"]
+        """Returns what is free to the system."""
         self.reset_peaks = library["ssdtrain_arena_reset_peaks"]
         for function in (self.enter, self.leave, self.trim, self.reset_peaks):
             function.argtypes, function.restype = [], None
         self.is_inside = library["ssdtrain_arena_is_inside"]
         self.is_inside.argtypes, self.is_inside.restype = [], ctypes.c_bool
+        self._configure = library["ssdtrain_arena_configure"]
+        self._configure.argtypes = [ctypes.c_size_t, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool]
+        self._configure.restype = None
         self._describe = library["ssdtrain_arena_describe"]
         self._describe.argtypes, self._describe.restype = [ctypes.c_void_p], None
 
@@ -70,6 +76,17 @@ class ArenaLibrary:
                 f"{reserve_bytes >> 30} GiB of addresses cannot be reserved (see `ulimit -v`), or another library has "
                 "set torch's CPU allocator"
             )
+
+    def configure(
+        self,
+        *,
+        min_bytes: int = MIN_BYTES,
+        unused_runs: int = 64,
+        unused_milliseconds: int = 10_000,
+        poison: bool = False,
+    ) -> None:
+        """Change the settings of ``arena.cpp``, which says what they mean. For tests; the defaults are those there."""
+        self._configure(min_bytes, unused_runs, unused_milliseconds, poison)
 
     def describe(self) -> ArenaState:
         """What the arena holds now, and at most so far."""

@@ -27,13 +27,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ssdtrain_fx import _torch_private
-from ssdtrain_fx._torch_private.arena import ArenaLibrary, ArenaUnavailableError, load_arena_library
+from ssdtrain_fx._torch_private.arena import MIN_BYTES, ArenaLibrary, ArenaUnavailableError, load_arena_library
 from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES, round_up
 
 log = logging.getLogger(__name__)
 
-MIN_BYTES = 64 << 10
-"""The same as in ``arena.cpp``."""
 RESERVED_RATIO = 2
 """Addresses that are set aside, relative to the memory of the machine. A block cannot be moved, so holes count."""
 

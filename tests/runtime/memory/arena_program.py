@@ -35,7 +35,8 @@ def main() -> None:
                 del kept
         state = library.describe()
         blocks.clear()
-        print(json.dumps([addresses, state, library.describe()]), flush=True)
+        sys.stdout.write(json.dumps([addresses, state, library.describe()]) + "\n")
+        sys.stdout.flush()
 
 
 main()

@@ -212,7 +212,7 @@ def test_tensors_come_from_the_arena_in_compiled_code_only() -> None:
     assert allocated_bytes() - before == large.nbytes
     del large
     assert allocated_bytes() == before
-    del outside, small, later, in_thread
+    del outside, small, later
 
 
 @pytest.mark.usefixtures("library")
@@ -388,8 +388,8 @@ def test_the_last_compiled_step_takes_the_memory_with_it() -> None:
 
         model, compiled = compile_layers()
         other_model, other = compile_layers()
-        for one in (compiled, other):
-            one(data()).backward()
+        compiled(data()).backward()
+        other(data()).backward()
         model.zero_grad(set_to_none=True)
         other_model.zero_grad(set_to_none=True)
         library = step_memory.library

@@ -48,7 +48,12 @@ def bench(
     regional: Annotated[
         bool, typer.Option("--regional", help="Also compile each layer on its own, with Inductor and with ssdtrain.")
     ] = False,
-    steps: Annotated[int, typer.Option(min=2, help="Rounds; the first one compiles and does not count.")] = 8,
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=2, help="Rounds. The first one compiles and does not count; of more than 4, the second neither."
+        ),
+    ] = 8,
     device: DeviceOption = "auto",
     seed: Annotated[int, typer.Option(help="Other weights, other batches.")] = 0,
     ssd_dir: SsdDirOption = None,

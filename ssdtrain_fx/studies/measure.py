@@ -8,7 +8,7 @@ Guarantees:
 
 * Each run has one process. Its time and its peak memory come from the same steps.
 * Every process has the environment of the caller, with the same two additions: nothing is loaded from the network, and
-  cuBLAS is deterministic. The heap of the C library is as the user has it.
+  cuBLAS is deterministic. Settings of the C library's heap are neither added nor removed.
 * Runs that differ only in `variant` and `regional` see the same weights, the same batch and the same random numbers at
   step n, and every step has another batch. Their losses and gradients may therefore be compared to the bit.
   `torch.use_deterministic_algorithms` is on: without it plain Inductor adds up an embedding's gradient with atomics,
@@ -221,8 +221,7 @@ def notes(measurements: Sequence[Measurement]) -> list[str]:
     which = "first step does" if uncounted(steps) == 1 else f"first {uncounted(steps)} of {steps} steps do"
     found = [
         f"Time, memory and page faults are of the same steps. The {which} not count.",
-        "Growth is the peak of the process minus its rest: what it still holds after the last step, when gradients are "
-        "dropped and unused memory is given back.",
+        "Growth is the peak of the process minus its rest: what it holds at the end, when no step runs.",
     ]
     if not all(step.peak_was_reset for step in all_steps):
         found.append(

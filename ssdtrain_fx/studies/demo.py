@@ -181,7 +181,7 @@ def draw_memory(comparison: Comparison, path: Path) -> None:
         axes.axhline(rest_bytes / (1 << 20), color=color, linewidth=1, linestyle="--", label=label)
     what = "resident memory of the process" if comparison.run.device == "cpu" else "allocated GPU memory"
     axes.set_title(f"Memory over one training step\n{_title(comparison.run)}")
-    axes.set_xlabel("time since the step began [ms]; sampling memory makes it longer")
+    axes.set_xlabel("time since the step began [ms]; unused memory was given back before, which makes it longer")
     axes.set_ylabel(f"{what} [MiB]")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

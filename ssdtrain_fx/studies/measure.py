@@ -148,7 +148,8 @@ class Measurement:
     run: Run
     steps: list[Step]
     sampled: Step
-    """One more step, for the course of memory. Sampling slows it down, so it counts for no time and no peak."""
+    """One more step, for the course of memory. It begins with unused memory given back, and sampling slows it down. So
+    it counts for no time and no peak."""
     rest: Rest
 
     @property

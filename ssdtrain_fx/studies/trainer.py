@@ -66,6 +66,8 @@ class Trainer:
         batch = self._batch(index)
         before = self._statistics()
         torch.manual_seed(run.seed + index)
+        if sampled:  # a heap that is full of free memory would hide what the step needs
+            return_unused_memory()
         course = Course(run.device) if sampled else None
         _synchronize(run.device)
         peak_was_reset = reset_peak(run.device)

@@ -186,7 +186,7 @@ def draw_memory(comparison: Comparison, path: Path) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(loc="upper right")
+    axes.legend(loc="lower right")
     figure.savefig(path)
 
 

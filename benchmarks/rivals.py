@@ -3,7 +3,7 @@
     python benchmarks/rivals.py --model gpt2            # also bert, t5, llama: about ten minutes each
     python benchmarks/rivals.py --variants budget ssdtrain --budgets 0.7 --steps 40     # two that are close
 
-All ratios are relative to plain Inductor. The variants are
+All ratios are relative to plain Inductor. An equal peak is an equal peak of the whole process. The variants are
 
     checkpoint    torch.utils.checkpoint around every layer
     budget        torch._functorch.config.activation_memory_budget, swept
@@ -12,9 +12,10 @@ All ratios are relative to plain Inductor. The variants are
     ssdtrain      this backend, at several max_slowdown
 
 All variants run under Inductor, each in a separate process that takes turns with a process of plain Inductor, step by
-step. Memory is measured afterwards. On a CPU, ``save_on_cpu`` copies from host memory to host memory and cannot save
-any; it is included to show the cost of the hook. torch's own activation offloading (``enable_activation_offloading``)
-is not included: it moves marked activations to CPU memory with ``device_put``, and on a CPU they already are there.
+step. Time and memory are those of the same steps. On a CPU, ``save_on_cpu`` copies from host memory to host memory and
+cannot save any; it is included to show the cost of the hook. torch's own activation offloading
+(``enable_activation_offloading``) is not included: it moves marked activations to CPU memory with ``device_put``, and
+on a CPU they already are there.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from rich.table import Table
 from ssdtrain_fx.cli.common import progress_columns
 from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.studies import bench
-from ssdtrain_fx.studies.measure import CONFIDENCE, Run, Step, WorkerError, median_ratio, median_ratio_interval
+from ssdtrain_fx.studies.comparison import CONFIDENCE, time_ratio
+from ssdtrain_fx.studies.measure import Measurement, Run, Step, WorkerError, notes
 from ssdtrain_fx.studies.zoo import MODELS
+from ssdtrain_fx.units import format_bytes
 
 BUDGETS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_SLOWDOWNS = (0.02, 0.05, 0.1, 0.2)
@@ -52,11 +55,17 @@ COLORS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One variant at one setting, relative to plain Inductor in the same run."""
+    """One variant at one setting. Ratios are relative to the process of plain Inductor that took turns with it."""
 
     variant: str
     setting: str
+    peak_bytes: int
+    """Peak of the whole process."""
     peak_ratio: float
+    growth_bytes: int
+    growth_ratio: float
+    rest_bytes: int
+    page_faults: float
     time_ratio: float
     time_ratio_interval: tuple[float, float] | None = None
     """Confidence interval at CONFIDENCE; None if it cannot be computed."""
@@ -80,14 +89,19 @@ def runs_of(run: Run, *, budgets: Sequence[float], max_slowdowns: Sequence[float
     return runs
 
 
-def points_of(settings: Sequence[str], pairs: Sequence[tuple[bench.Result, bench.Result]]) -> list[Point]:
+def points_of(settings: Sequence[str], pairs: Sequence[tuple[Measurement, Measurement]]) -> list[Point]:
     return [
         Point(
             variant=result.run.variant,
             setting=setting,
-            peak_ratio=result.peak_bytes / max(1, base.peak_bytes),
-            time_ratio=median_ratio(result.timed, base.timed),
-            time_ratio_interval=median_ratio_interval(result.timed, base.timed),
+            peak_bytes=result.process_peak_bytes,
+            peak_ratio=result.process_peak_bytes / max(1, base.process_peak_bytes),
+            growth_bytes=result.growth_bytes,
+            growth_ratio=result.growth_bytes / max(1, base.growth_bytes),
+            rest_bytes=result.rest.process_bytes,
+            page_faults=result.page_faults,
+            time_ratio=time_ratio(result.steps, base.steps).median,
+            time_ratio_interval=time_ratio(result.steps, base.steps).interval,
             equal_bits=result.equals(base),
         )
         for setting, (base, result) in zip(settings, pairs, strict=True)
@@ -106,13 +120,15 @@ def smallest_within(points: Sequence[Point], time_ratio: float) -> Point | None:
     return min(found, key=lambda point: point.peak_ratio, default=None)
 
 
-def render(points: Sequence[Point], title: str) -> Table:
+def render(points: Sequence[Point], title: str, caption: str) -> Table:
     """Return a table with one row per point. Rivals' rows also show this backend at equal peak and at equal time."""
     ours = [point for point in points if point.variant == "ssdtrain"]
-    table = Table(title=title, caption="relative to plain Inductor; -: no setting of ssdtrain reaches this")
-    sure = f"{CONFIDENCE:.0%} sure"
-    columns = ("", "peak", "time", sure, "bits", "ssdtrain, no higher peak: time", "ssdtrain, no longer: peak")
-    for name in columns:
+    table = Table(
+        title=title, caption=f"Ratios are to plain Inductor. -: no setting of ssdtrain reaches this.\n{caption}"
+    )
+    sizes = ("peak of process", "ratio", "growth", "ratio", "rest")
+    times = ("time", f"{CONFIDENCE:.0%} sure", "page faults", "bits")
+    for name in ("", *sizes, *times, "ssdtrain, no higher peak: time", "ssdtrain, no longer: peak"):
         table.add_column(name, justify="left" if not name else "right")
     for point in points:
         fastest = smallest = None
@@ -120,9 +136,14 @@ def render(points: Sequence[Point], title: str) -> Table:
             fastest, smallest = fastest_within(ours, point.peak_ratio), smallest_within(ours, point.time_ratio)
         table.add_row(
             point.label,
+            format_bytes(point.peak_bytes),
             f"{point.peak_ratio:.3f}",
+            format_bytes(point.growth_bytes),
+            f"{point.growth_ratio:.3f}",
+            format_bytes(point.rest_bytes),
             f"{point.time_ratio:.3f}",
             bench.format_interval(point.time_ratio_interval),
+            f"{point.page_faults:,.0f}",
             "equal" if point.equal_bits else "different",
             f"{fastest.time_ratio:.3f} ({fastest.setting})" if fastest else "-",
             f"{smallest.peak_ratio:.3f} ({smallest.setting})" if smallest else "-",
@@ -151,7 +172,7 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
     axes.axvline(1, color="#cccccc", zorder=0)
     axes.set_title(f"Peak memory against step time, both relative to plain Inductor\n{title}")
     axes.set_xlabel("step time")
-    axes.set_ylabel("peak memory of a step")
+    axes.set_ylabel("peak memory of the process")
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
@@ -169,7 +190,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--variants", choices=list(COLORS), nargs="+", default=list(COLORS), help="variants to measure")
     parser.add_argument("--budgets", type=float, nargs="*", default=BUDGETS)
     parser.add_argument("--max-slowdowns", type=float, nargs="*", default=MAX_SLOWDOWNS)
-    parser.add_argument("--steps", type=int, default=5, help="rounds; the first one compiles and does not count")
+    parser.add_argument("--steps", type=int, default=5, help="rounds; the first ones do not count")
     parser.add_argument("--ssd-dir", help="directory on the SSD")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/rivals-MODEL.json")
     parser.add_argument("--png", type=Path, help="default: benchmarks/results/rivals-MODEL.png")
@@ -186,11 +207,10 @@ def main(arguments: list[str]) -> int:
     settings, runs = zip(*found, strict=True)
     console = Console()
     with Progress(*progress_columns(), console=console) as progress:
-        total = bench.MEMORY_STEPS + len(runs) * (2 * chosen.steps + bench.MEMORY_STEPS)
-        bar = progress.add_task("compiling", total=total)
+        bar = progress.add_task("compiling", total=2 * len(runs) * (chosen.steps + 1))
 
         def on_step(run: Run, step: Step) -> None:
-            progress.update(bar, description=f"{run.measure}, {run.variant}, step {step.index + 1}", advance=1)
+            progress.update(bar, description=f"{run.variant}, step {step.index + 1}", advance=1)
 
         try:
             base = dataclasses.replace(run, variant=bench.BASE)
@@ -199,7 +219,7 @@ def main(arguments: list[str]) -> int:
             sys.exit(str(error))
     points = points_of(settings, pairs)
     title = f"{run.model}, {run.layers} layers, hidden {run.hidden}, batch {run.batch} x {run.sequence}"
-    console.print(render(points, title))
+    console.print(render(points, title, "\n".join(notes([one for pair in pairs for one in pair]))))
     folder = Path(__file__).parent / "results"
     folder.mkdir(exist_ok=True)
     json_path: Path = chosen.json or folder / f"rivals-{run.model}.json"

@@ -89,7 +89,16 @@ def test_rivals_at_equal_peak_and_at_equal_time(load: Callable[[str], ModuleType
 
     def point(peak_ratio: float, time_ratio: float) -> object:
         return rivals.Point(
-            variant="ssdtrain", setting="", peak_ratio=peak_ratio, time_ratio=time_ratio, equal_bits=True
+            variant="ssdtrain",
+            setting="",
+            peak_bytes=1,
+            peak_ratio=peak_ratio,
+            growth_bytes=1,
+            growth_ratio=1.0,
+            rest_bytes=0,
+            page_faults=0,
+            time_ratio=time_ratio,
+            equal_bits=True,
         )
 
     ours = [small, fast] = [point(0.2, 1.1), point(0.5, 1.02)]

@@ -20,8 +20,8 @@ from ssdtrain_fx.cli.common import (
 )
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.runtime.storage.directory import check_directories
-from ssdtrain_fx.studies.bench import BASE, find_base, measure, plan, render_table, to_json
-from ssdtrain_fx.studies.measure import Run, Variant, WorkerError, choose_device
+from ssdtrain_fx.studies.bench import BASE, find_base, render_table, to_json
+from ssdtrain_fx.studies.measure import Run, Variant, WorkerError, choose_device, plan_turns, take_turns
 from ssdtrain_fx.studies.zoo import MODELS
 
 VARIANTS = tuple(name for name in get_args(Variant) if name != "budget")
@@ -48,7 +48,12 @@ def bench(
     regional: Annotated[
         bool, typer.Option("--regional", help="Also compile each layer on its own, with Inductor and with ssdtrain.")
     ] = False,
-    steps: Annotated[int, typer.Option(min=2, help="Rounds; the first one compiles and does not count.")] = 8,
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=2, help="Rounds. The first one compiles and does not count; of more than 4, the second neither."
+        ),
+    ] = 8,
     device: DeviceOption = "auto",
     seed: Annotated[int, typer.Option(help="Other weights, other batches.")] = 0,
     ssd_dir: SsdDirOption = None,
@@ -99,8 +104,8 @@ def bench(
         runs += [dataclasses.replace(run, variant=variant, regional=True) for variant in by_layer]
 
     try:
-        with StepProgress(console, plan(runs, steps)) as progress:
-            results = measure(runs, steps=steps, on_step=progress.step_done)
+        with StepProgress(console, plan_turns(runs, steps)) as progress:
+            results = take_turns(runs, steps=steps, on_step=progress.step_done)
     except WorkerError as error:
         console.print("[bold red]A run failed.[/]")
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)

@@ -25,10 +25,7 @@ from rich.progress import (
 from ssdtrain_fx.studies.measure import Run, Step, Turn
 from ssdtrain_fx.units import format_bytes
 
-PHASES = {
-    "time": "Step time is measured first. The processes take turns, so that other load slows all of them alike.",
-    "memory": "Memory is measured now, in new processes: measuring it makes a step longer.",
-}
+TAKING_TURNS = "The processes take turns, so that other load slows all of them alike."
 EXIT_DIFFERENT = 1
 EXIT_PROBLEM = 1
 EXIT_FAILED = 3
@@ -72,14 +69,14 @@ class StepProgress:
     def __init__(self, console: Console, turns: Sequence[Turn]) -> None:
         self._turns = turns
         self._done = 0
-        self._seconds: dict[tuple[str, bool], float] = {}
+        self._seconds: dict[bool, float] = {}
         self._since_s = time.monotonic()
         self._progress = Progress(*progress_columns(), console=console, disable=not console.is_terminal)
         self._bar = self._progress.add_task("", total=len(turns))
 
     def __enter__(self) -> Self:
         self._progress.start()
-        self._announce_next()
+        self._announce_next(TAKING_TURNS)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,15 +84,14 @@ class StepProgress:
 
     def step_done(self, run: Run, step: Step) -> None:
         now_s = time.monotonic()
-        self._seconds[run.measure, step.index == 0] = now_s - self._since_s
+        self._seconds[step.index == 0] = now_s - self._since_s
         self._since_s = now_s
-        peak = f", peak {format_bytes(step.peak_bytes)}" if run.measure == "memory" else ""
-        result = f"{_step_title(self._turns[self._done])}: {step.duration_ms:,.0f} ms, loss {step.loss:.6f}{peak}."
+        figures = f"{step.duration_ms:,.0f} ms, peak {format_bytes(step.process_peak_bytes)}, loss {step.loss:.6f}"
+        title = _step_title(self._turns[self._done])
         self._done += 1
-        self._announce_next(result)
+        self._announce_next(f"[{self._done}/{len(self._turns)}] {title}: {figures}.")
 
-    def _announce_next(self, result: str = "") -> None:
-        line = f"[{self._done}/{len(self._turns)}] {result}"
+    def _announce_next(self, line: str) -> None:
         self._progress.update(self._bar, completed=self._done)
         if self._done == len(self._turns):
             self._print(line)
@@ -103,10 +99,6 @@ class StepProgress:
         turn = self._turns[self._done]
         following = f"{_step_title(turn)}, {self._expected(turn)}"
         self._progress.update(self._bar, description=following)
-        if self._done == 0 or turn.run.measure != self._turns[self._done - 1].run.measure:
-            if result:
-                self._print(line)
-            line = PHASES[turn.run.measure]
         self._print(f"{line} Next: {following}.")
 
     def _print(self, line: str) -> None:
@@ -115,16 +107,14 @@ class StepProgress:
     def _expected(self, turn: Turn) -> str:
         """How long a step may take: as long as the latest step of its kind."""
         first = turn.index == 0
-        if (seconds := self._seconds.get((turn.run.measure, first))) is not None:
+        if (seconds := self._seconds.get(first)) is not None:
             return f"about {seconds:.0f} s"
-        if (seconds := self._seconds.get(("time", first))) is not None:
-            return f"at most about {seconds:.0f} s" if first else f"about {seconds:.0f} s"
         return "which compiles: about a minute" if first else "some seconds"
 
 
 def _step_title(turn: Turn) -> str:
-    measured = "step time" if turn.run.measure == "time" else "memory"
-    return f"{measured}, {turn.run.title}, step {turn.index + 1} of {turn.steps}"
+    which = "step for the course of memory" if turn.sampled else f"step {turn.index + 1} of {turn.steps}"
+    return f"{turn.run.title}, {which}"
 
 
 class JsonTarget:

@@ -76,7 +76,6 @@ def demo(
     target.write(json.dumps(demonstration.to_json(comparison), indent=2))
     if not comparison.equal:
         console.print("[bold red]The runs do not agree to the bit.[/]")
-        for difference in comparison.differences:
-            console.print(str(difference), markup=False, highlight=False, soft_wrap=True)
+        console.print(str(comparison.difference), markup=False, highlight=False, soft_wrap=True)
         console.print("The steps after a difference start from other weights, so they differ too.", soft_wrap=True)
         raise typer.Exit(EXIT_DIFFERENT)

@@ -13,12 +13,12 @@ from rich.table import Table
 from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, load_callable, progress_columns
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import ConfigError
-from ssdtrain_fx.studies.measure import Run, WorkerError, checkpoint_every_layer
+from ssdtrain_fx.studies.measure import Run, WorkerError
 from ssdtrain_fx.studies.rok_curve import MAX_SLOWDOWNS, MakeModel, RokCurve
 from ssdtrain_fx.studies.rok_curve import rok as predict
 from ssdtrain_fx.studies.rok_measurement import measure_rok
 from ssdtrain_fx.studies.rok_picture import draw_rok, table_rows
-from ssdtrain_fx.studies.zoo import MODELS, build
+from ssdtrain_fx.studies.zoo import MODELS, build, checkpoint_every_layer
 
 BATCH_SIZES = (2, 4, 8)
 

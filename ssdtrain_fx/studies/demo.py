@@ -1,8 +1,7 @@
 """The demo: train one GPT-2 twice on the same text, with plain Inductor and with offloading, and compare.
 
-Each of the two is trained in two fresh processes: one measures time, the other memory. All four see the same weights
-and the same batches, so the losses of every step and all gradients must agree to the bit. The two that measure time
-take turns, step by step, and after them the two that measure memory do. After each pair of steps the results are
+Each of the two is trained in a separate process. Both see the same weights and the same batches, so the losses of every
+step and all gradients must agree to the bit. The two take turns, step by step. After each pair of steps the results are
 compared while both processes still hold them.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,59 +16,27 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ssdtrain_fx.config import OffloadConfig
-from ssdtrain_fx.studies.measure import (
+from ssdtrain_fx.studies.comparison import (
     CONFIDENCE,
     Difference,
+    TimeRatio,
+    find_difference,
+    format_change,
+    time_ratio,
+)
+from ssdtrain_fx.studies.measure import (
+    MEMORY_ROWS,
+    Measurement,
     Run,
     Step,
-    TimeRatio,
     Turn,
     Variant,
     Worker,
-    digest_of,
-    find_difference,
-    format_change,
-    median_ms,
+    notes,
     plan_turns,
-    rounds,
-    time_ratio,
+    take_turns,
 )
 from ssdtrain_fx.units import format_bytes
-
-MEMORY_STEPS = 3
-"""Steps of a memory run: the first compiles, the later ones count."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
-    """What one variant did, by both of its processes."""
-
-    variant: Variant
-    timed: list[Step]
-    sampled: list[Step]
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._highest.peak_bytes
-
-    @property
-    def process_peak_bytes(self) -> int:
-        """Everything that the process holds at the peak: also parameters and the staging memory of the backend."""
-        return self._highest.start_bytes + self._highest.peak_bytes
-
-    @property
-    def gradients_digest(self) -> str:
-        """One SHA-256 for all gradients of all steps of both processes."""
-        return digest_of(step.gradients_digest for step in (*self.timed, *self.sampled))
-
-    @property
-    def course(self) -> list[tuple[float, int]]:
-        return self.sampled[-1].samples
-
-    @property
-    def _highest(self) -> Step:
-        return max(self.sampled[1:], key=lambda step: step.peak_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,19 +44,19 @@ class Comparison:
     """Both runs, and whether they computed the same."""
 
     run: Run
-    plain: Trained
-    offloaded: Trained
-    differences: list[Difference]
-    """The first difference of the timed runs and that of the sampled runs, where there is one."""
+    plain: Measurement
+    offloaded: Measurement
+    difference: Difference | None
+    """The first difference, where there is one."""
 
     @property
     def equal(self) -> bool:
         """Whether every loss and every gradient of every step agrees to the bit."""
-        return not self.differences
+        return self.difference is None
 
     @property
     def losses_equal(self) -> list[bool]:
-        pairs = zip(self.plain.timed, self.offloaded.timed, strict=True)
+        pairs = zip(self.plain.steps, self.offloaded.steps, strict=True)
         return [a.loss_hex == b.loss_hex for a, b in pairs]
 
     @property
@@ -99,7 +65,7 @@ class Comparison:
 
     @property
     def time_ratio(self) -> TimeRatio:
-        return time_ratio(self.offloaded.timed, self.plain.timed)
+        return time_ratio(self.offloaded.steps, self.plain.steps)
 
 
 def default_run(device: str) -> Run:
@@ -118,14 +84,14 @@ def describe(run: Run, *, steps: int, offloading: Variant) -> str:
     """What `compare` is going to do, for people."""
     return (
         f"{_title(run)}. It is trained with plain Inductor and with {offloading}, each in a separate process: {steps} "
-        f"steps in turns to measure time, then {MEMORY_STEPS} steps in turns to measure memory. This takes a few "
-        "minutes; the first step of each process compiles."
+        "steps in turns, then one more of each to draw the course of memory. This takes a few minutes; the first step "
+        "of each process compiles."
     )
 
 
 def plan(run: Run, *, steps: int, offloading: Variant) -> list[Turn]:
     """The steps that `compare` is going to make, in their order."""
-    return [turn for runs, count in _pairs(run, steps, offloading) for turn in plan_turns(runs, count)]
+    return plan_turns(_runs(run, offloading), steps)
 
 
 def compare(run: Run, *, steps: int, offloading: Variant, on_step: Callable[[Run, Step], None]) -> Comparison:
@@ -134,50 +100,20 @@ def compare(run: Run, *, steps: int, offloading: Variant, on_step: Callable[[Run
     Raises:
         WorkerError: a process failed.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        planned_run = _with_one_profile(run, Path(directory)) if offloading == "ssdtrain" else run
-        return _compare(run, _pairs(planned_run, steps, offloading), on_step)
+    difference: Difference | None = None
+
+    def compare_round(workers: Sequence[Worker], round_steps: Sequence[Step]) -> None:
+        nonlocal difference
+        (plain, offloaded), (base_step, step) = workers, round_steps
+        difference = difference or find_difference(offloaded, plain, step, base_step)
+
+    plain, offloaded = take_turns(_runs(run, offloading), steps=steps, on_step=on_step, on_round=compare_round)
+    return Comparison(run=run, plain=plain, offloaded=offloaded, difference=difference)
 
 
-def _with_one_profile(run: Run, directory: Path) -> Run:
-    """`run` with a hardware profile from a file, so that both of its processes make the same plan, and the second one
-    finds compiled code. A busy machine is measured anew in each process otherwise."""
-    path = directory / "hardware.json"
-    path.write_text(OffloadConfig.from_options(run.options).load_hardware(run.device).to_json())
-    return dataclasses.replace(run, options={**run.options, "hardware": str(path)})
-
-
-def _compare(
-    run: Run, pairs: Sequence[tuple[tuple[Run, Run], int]], on_step: Callable[[Run, Step], None]
-) -> Comparison:
-    differences: list[Difference] = []
-    trained: list[list[list[Step]]] = []
-    first_plain, first_offloaded = pairs[0][0]
-    for (plain_run, offloaded_run), count in pairs:
-        difference: Difference | None = None
-        done: list[tuple[Step, ...]] = []
-        with Worker(plain_run) as plain, Worker(offloaded_run) as offloaded:
-            for pair in rounds([plain, offloaded], lambda worker, step: on_step(worker.run, step), steps=count):
-                done.append(pair)
-                base_step, step = pair
-                difference = difference or find_difference(offloaded, plain, step, base_step)
-        differences += [difference] if difference else []
-        trained.append([list(its_steps) for its_steps in zip(*done, strict=True)])
-    timed, sampled = trained
-    return Comparison(
-        run=run,
-        plain=Trained(variant=first_plain.variant, timed=timed[0], sampled=sampled[0]),
-        offloaded=Trained(variant=first_offloaded.variant, timed=timed[1], sampled=sampled[1]),
-        differences=differences,
-    )
-
-
-def _pairs(run: Run, steps: int, offloading: Variant) -> list[tuple[tuple[Run, Run], int]]:
-    """The two runs that take turns, and how many steps they make. First those that measure time: those that measure
-    memory then find the compiled graphs in Inductor's cache."""
-    plain, offloaded = (dataclasses.replace(run, variant=variant) for variant in ("inductor", offloading))
-    sampled = (dataclasses.replace(plain, measure="memory"), dataclasses.replace(offloaded, measure="memory"))
-    return [((plain, offloaded), steps), (sampled, MEMORY_STEPS)]
+def _runs(run: Run, offloading: Variant) -> list[Run]:
+    variants: tuple[Variant, ...] = ("inductor", offloading)
+    return [dataclasses.replace(run, variant=variant) for variant in variants]
 
 
 def render_table(comparison: Comparison) -> Table:
@@ -185,10 +121,10 @@ def render_table(comparison: Comparison) -> Table:
     plain, offloaded = comparison.plain, comparison.offloaded
     table = Table(title=_title(comparison.run), title_style="bold")
     table.add_column("")
-    table.add_column(plain.variant, justify="right")
-    table.add_column(offloaded.variant, justify="right")
+    table.add_column(plain.run.variant, justify="right")
+    table.add_column(offloaded.run.variant, justify="right")
     table.add_column("", justify="right")
-    for a, b, same in zip(plain.timed, offloaded.timed, comparison.losses_equal, strict=True):
+    for a, b, same in zip(plain.steps, offloaded.steps, comparison.losses_equal, strict=True):
         table.add_row(f"loss, step {a.index + 1}", f"{a.loss:.7f}", f"{b.loss:.7f}", _equal(same))
     table.add_row(
         "all gradients, SHA-256",
@@ -197,12 +133,14 @@ def render_table(comparison: Comparison) -> Table:
         _equal(comparison.gradients_equal),
         end_section=True,
     )
-    table.add_row("peak memory of a step", *_both(plain, offloaded, "peak_bytes"))
-    table.add_row("whole process at its peak", *_both(plain, offloaded, "process_peak_bytes"), end_section=True)
+    for name, of in MEMORY_ROWS:
+        before, after = of(plain), of(offloaded)
+        table.add_row(name, format_bytes(before), format_bytes(after), _change(before, after))
+    table.add_section()
     table.add_row(
         "step time (median)",
-        f"{median_ms(plain.timed):,.0f} ms",
-        f"{median_ms(offloaded.timed):,.0f} ms",
+        f"{plain.median_ms:,.0f} ms",
+        f"{offloaded.median_ms:,.0f} ms",
         "",
     )
     # Where other programs run, this tells more than the two medians: each pair of steps met the same conditions.
@@ -214,12 +152,13 @@ def render_table(comparison: Comparison) -> Table:
     allowed = comparison.run.options.get("max_slowdown")
     if allowed is not None:
         table.add_row("allowed (max_slowdown)", "", "", f"{allowed:+.1%}")
-    last = offloaded.timed[-1].statistics
+    table.add_row("page faults per step (median)", f"{plain.page_faults:,.0f}", f"{offloaded.page_faults:,.0f}", "")
+    last = offloaded.steps[-1].statistics
     table.add_row("waiting for the SSD, last step", "", f"{1e3 * last.stall_s:,.0f} ms", "")
     table.add_row("written to SSD, last step", "", format_bytes(last.bytes_written), "")
     table.add_row("read from SSD, last step", "", format_bytes(last.bytes_read), "")
     table.add_row("path to the SSD", "", last.io_path, "")
-    table.caption = ratio.doubt
+    table.caption = "\n".join([*notes([plain, offloaded]), *filter(None, [ratio.doubt])])
     return table
 
 
@@ -232,44 +171,41 @@ def draw_memory(comparison: Comparison, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes: Any = figure.add_subplot()
     for trained, color in ((comparison.plain, "#555555"), (comparison.offloaded, "#d95f02")):
-        label = f"{trained.variant}: peak {format_bytes(trained.sampled[-1].peak_bytes)}"
-        times_ms = [ms for ms, _ in trained.course]
-        used_mib = [size / (1 << 20) for _, size in trained.course]
+        label = f"{trained.run.variant}: peak {format_bytes(trained.process_peak_bytes)}"
+        times_ms = [ms for ms, _ in trained.sampled.samples]
+        used_mib = [size / (1 << 20) for _, size in trained.sampled.samples]
         axes.plot(times_ms, used_mib, color=color, linewidth=1.8, label=label)
         axes.fill_between(times_ms, used_mib, color=color, alpha=0.12, linewidth=0)
+        rest_bytes = trained.rest.process_bytes
+        label = f"{trained.run.variant}: rest {format_bytes(rest_bytes)}"
+        axes.axhline(rest_bytes / (1 << 20), color=color, linewidth=1, linestyle="--", label=label)
     what = "resident memory of the process" if comparison.run.device == "cpu" else "allocated GPU memory"
     axes.set_title(f"Memory over one training step\n{_title(comparison.run)}")
-    axes.set_xlabel("time since the step began [ms]; measuring memory makes it longer")
-    axes.set_ylabel(f"{what},\nover its value before the step [MiB]")
+    axes.set_xlabel("time since the step began [ms]; unused memory was given back before, which makes it longer")
+    axes.set_ylabel(f"{what} [MiB]")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(loc="upper right")
+    axes.legend(loc="lower right")
     figure.savefig(path)
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
     """The whole comparison as plain values; losses as exact hexadecimal floats too."""
 
-    def trained(value: Trained) -> dict[str, Any]:
+    def trained(value: Measurement) -> dict[str, Any]:
         return {
-            "variant": value.variant,
-            "losses": [step.loss for step in value.timed],
-            "losses_hex": [step.loss_hex for step in value.timed],
-            "gradients_sha256": [step.gradients_digest for step in value.timed],
-            "step_ms": [step.duration_ms for step in value.timed],
-            "median_step_ms": median_ms(value.timed),
-            "peak_bytes": value.peak_bytes,
-            "process_peak_bytes": value.process_peak_bytes,
-            "statistics": [dataclasses.asdict(step.statistics) for step in value.timed],
-            "memory_course_ms_bytes": value.course,
+            "variant": value.run.variant,
+            "losses": [step.loss for step in value.steps],
+            **value.to_plain(),
+            "statistics": [dataclasses.asdict(step.statistics) for step in value.steps],
         }
 
     return {
         "equal": comparison.equal,
         "losses_equal": comparison.losses_equal,
         "gradients_equal": comparison.gradients_equal,
-        "differences": [dataclasses.asdict(difference) for difference in comparison.differences],
+        "difference": None if comparison.difference is None else dataclasses.asdict(comparison.difference),
         "step_time_ratio": comparison.time_ratio.median,
         "step_time_ratio_interval": comparison.time_ratio.interval,
         "step_time_doubt": comparison.time_ratio.doubt,
@@ -286,11 +222,6 @@ def _title(run: Run) -> str:
 
 def _equal(same: bool) -> str:
     return "[green]equal[/]" if same else "[bold red]DIFFERENT[/]"
-
-
-def _both(plain: Trained, offloaded: Trained, name: str) -> Sequence[str]:
-    before, after = getattr(plain, name), getattr(offloaded, name)
-    return format_bytes(before), format_bytes(after), _change(before, after)
 
 
 def _change(before: float, after: float) -> str:

@@ -47,7 +47,8 @@ class RokOutcome:
     """Peak memory and time of one training step."""
 
     peak_bytes: int
-    """Predicted: storages that the graphs allocate, with gradients. Measured: increase over memory before the step."""
+    """Predicted: storages that the graphs allocate, with gradients. Measured: growth of the process in a step,
+    over what it holds when no step runs."""
     step_s: float
     """Predicted: forward and backward. Measured: also the optimizer."""
 

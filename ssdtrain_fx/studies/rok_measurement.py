@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ssdtrain_fx.studies import bench
-from ssdtrain_fx.studies.measure import Run, Step, Variant, median_ms
+from ssdtrain_fx.studies.measure import Run, Step, Variant, plan_turns, take_turns
 from ssdtrain_fx.studies.rok_curve import PLANNED, OnProgress, RokCurve, RokOutcome, RokPoint, Strategy
 
 VARIANTS: Mapping[Strategy, Variant] = {
@@ -25,26 +24,26 @@ def measure_rok(curve: RokCurve, run: Run, *, steps: int, on_progress: OnProgres
 
     Args:
         run: model, sizes and device. Batch, variant and limits come from each point.
-        steps: steps of each timed run. The first one compiles and does not count.
+        steps: steps of each run. The first ones do not count: they compile and warm up.
 
     Raises:
         WorkerError: a worker process failed.
     """
     batches = tuple(dict.fromkeys(point.batch for point in curve.points))
     by_batch = [[point for point in curve.points if point.batch == batch] for batch in batches]
-    done, total = 0, sum(bench.count_steps([run_of(point, run) for point in points], steps) for points in by_batch)
+    done, total = 0, sum(len(plan_turns([run_of(point, run) for point in points], steps)) for points in by_batch)
 
     def on_step(run: Run, step: Step) -> None:
         nonlocal done
         done += 1
-        on_progress(f"batch {run.batch}: {run.measure} of {run.variant}, step {step.index + 1}", done, total)
+        on_progress(f"batch {run.batch}: {run.variant}, step {step.index + 1}", done, total)
 
     measured: list[RokPoint] = []
     for points in by_batch:
         on_progress(f"batch {points[0].batch}: compiling", done, total)
-        results = bench.measure([run_of(point, run) for point in points], steps=steps, on_step=on_step)
+        results = take_turns([run_of(point, run) for point in points], steps=steps, on_step=on_step)
         for point, result in zip(points, results, strict=True):
-            outcome = RokOutcome(peak_bytes=result.peak_bytes, step_s=median_ms(result.timed) / 1e3)
+            outcome = RokOutcome(peak_bytes=result.growth_bytes, step_s=result.median_ms / 1e3)
             measured.append(dataclasses.replace(point, measured=outcome))
     return dataclasses.replace(curve, points=tuple(measured))
 

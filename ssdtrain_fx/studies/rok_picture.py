@@ -46,7 +46,9 @@ def draw_rok(curve: RokCurve, path: Path, *, title: str) -> None:
             )
     measured = all(point.measured is not None for point in curve.points)
     axes.set_title(f"Recompute, offload, keep ({'measured' if measured else 'predicted'})\n{title}")
-    axes.set_xlabel("peak memory of a step [MiB]" if measured else "peak of the memory that a step allocates [MiB]")
+    axes.set_xlabel(
+        "growth of the process in a step [MiB]" if measured else "peak of the memory that a step allocates [MiB]"
+    )
     axes.set_ylabel("samples per second")
     axes.margins(x=0.1, y=0.1)
     axes.set_xlim(left=0)

@@ -10,6 +10,7 @@ torch's global generator, so `torch.manual_seed` before `build` fixes them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 Batch = tuple[Tensor, ...]
 MakeBatch = Callable[[torch.Generator], Batch]
@@ -27,6 +29,18 @@ HEAD_DIM = 64
 PATCH = 16
 CLASSES = 10
 IGNORE = -100
+LAYER_CLASSES = frozenset(
+    {
+        "GPT2Block",
+        "LlamaDecoderLayer",
+        "BertLayer",
+        "T5Block",
+        "ViTLayer",
+        "TransformerEncoderLayer",
+        "ResidualBlock",
+    }
+)
+"""What counts as one layer in these models."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +96,25 @@ def build(
     size = Size(layers=layers, hidden=hidden, batch=batch, sequence=sequence, vocab=vocab, dropout=dropout)
     module, make_batch = MODELS[name](size)
     return module.train(), make_batch
+
+
+def find_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of one of these models. Raises ValueError where there are none."""
+    layers = [layer for layer in module.modules() if type(layer).__name__ in LAYER_CLASSES]
+    if not layers:
+        raise ValueError(f"Found no layer; expected one of {', '.join(sorted(LAYER_CLASSES))}.")
+    return layers
+
+
+def checkpoint_every_layer(module: nn.Module) -> int:
+    """Let backward compute each layer again; returns how many there are.
+
+    The switch that transformers has for this does not compile as one graph for T5.
+    """
+    layers = find_layers(module)
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return len(layers)
 
 
 def text_batches(*, batch: int, sequence: int) -> MakeBatch:

@@ -99,7 +99,12 @@ def test_demo_trains_both_to_the_same_bits_and_writes_its_files(tmp_path: Path, 
     assert written["equal"] is True
     assert written["losses_equal"] == [True] * 3
     assert len(set(written["plain"]["losses_hex"])) == 3
-    assert written["plain"]["peak_bytes"] > 0
+    for figures in (written["plain"], written["offloaded"]):
+        assert figures["process_peak_bytes"] == max(figures["step_process_peak_bytes"][1:])
+        assert figures["growth_bytes"] == figures["process_peak_bytes"] - figures["rest_bytes"] > 0
+        assert figures["gradient_bytes"] == figures["rest_parameter_bytes"] > 0
+        assert 2 <= figures["rest_optimizer_bytes"] / figures["rest_parameter_bytes"] < 2.1, "AdamW has two moments"
+        assert len(figures["memory_course_ms_bytes"]) > 2
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -111,5 +116,5 @@ with measure.Worker(measure.Run(model="gpt3")) as worker:
 """
     done = run_command(code=code)
     assert done.returncode == 1
-    assert "WorkerError: The worker for 'ssdtrain' (time) exited with 1" in done.stderr
+    assert "WorkerError: The worker for 'ssdtrain' exited with 1" in done.stderr
     assert "Unknown model 'gpt3'" in done.stderr

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from ssdtrain_fx import OffloadConfig, backend, explain, statistics
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.runtime.memory.movers import CpuMover
-from ssdtrain_fx.studies.measure import find_layers
+from ssdtrain_fx.studies.zoo import find_layers
 from ssdtrain_fx.testing import assert_same_bits, gradients_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from test_cli import run_command
@@ -14,42 +14,54 @@ from typer.testing import CliRunner
 
 from ssdtrain_fx.cli import app
 from ssdtrain_fx.runtime.statistics import Statistics
-from ssdtrain_fx.studies import bench
-from ssdtrain_fx.studies.measure import Run, Step, TimeRatio, WorkerError, median_ratio_interval, time_ratio
+from ssdtrain_fx.studies import bench, measure
+from ssdtrain_fx.studies.comparison import TimeRatio, time_ratio
+from ssdtrain_fx.studies.measure import Measurement, Rest, Run, Step, WorkerError, counted, plan_turns, take_turns
 
 DURATION_MS = {"inductor": 100.0, "ssdtrain": 105.0, "checkpoint": 130.0}
-PEAK_BYTES = {"inductor": 1000, "ssdtrain": 200, "checkpoint": 400}
+PEAK_BYTES = {"inductor": 1000, "ssdtrain": 600, "checkpoint": 700}
+REST = Rest(process_bytes=500, parameter_bytes=100, optimizer_bytes=200, gradient_bytes=100)
 STEPS = 4
 
 
 class FakeWorker:
-    """Takes the times above; the first step takes ten times as long, as one that compiles does."""
+    """Takes the times above; the first step takes ten times as long, as one that compiles does.
 
-    opened: list[tuple[str, str]] = []  # noqa: RUF012 -- replaced for every test
+    The sampled step takes a hundred times as long, and needs a hundred times the memory.
+    """
+
+    opened: list[str] = []  # noqa: RUF012 -- replaced for every test
     loss: Callable[[Run, int], float] = staticmethod(lambda run, index: 1.0 + index)
 
     def __init__(self, run: Run) -> None:
         self.run, self.steps_done = run, 0
-        type(self).opened.append((run.measure, run.variant))
+        type(self).opened.append(run.variant)
 
     def wait_ready(self) -> None:
         pass
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         pass
 
-    def step(self) -> Step:
+    def rest(self) -> Rest:
+        return REST
+
+    def step(self, *, sampled: bool = False) -> Step:
         index, variant = self.steps_done, self.run.variant
         self.steps_done += 1
+        scale = 10 if index == 0 else 100 if sampled else 1
         return Step(
             index=index,
             loss_hex=type(self).loss(self.run, index).hex(),
             gradients={"weight": f"digest {index}"},
-            duration_ms=DURATION_MS[variant] * (10 if index == 0 else 1),
-            start_bytes=7,
-            peak_bytes=PEAK_BYTES[variant] * (10 if index == 0 else 1),
-            samples=[],
-            page_faults=1000 if index == 0 else 10,
+            duration_ms=DURATION_MS[variant] * scale,
+            process_peak_bytes=PEAK_BYTES[variant] * scale,
+            peak_was_reset=True,
+            samples=[(0.0, 1), (1.0, 2)] if sampled else [],
+            page_faults=10 * scale,
             statistics=Statistics(bytes_written=64 if variant == "ssdtrain" else 0),
         )
 
@@ -57,7 +69,7 @@ class FakeWorker:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
     fresh = type("FreshWorker", (FakeWorker,), {"opened": []})
-    monkeypatch.setattr(bench, "Worker", fresh)
+    monkeypatch.setattr(measure, "Worker", fresh)
     return fresh
 
 
@@ -68,42 +80,47 @@ def run_bench(*arguments: str) -> Any:
 def test_pairs_are_two_processes_at_a_time(worker: type[FakeWorker]) -> None:
     base, others = Run(variant="inductor"), [Run(variant="ssdtrain"), Run(variant="checkpoint")]
     pairs = bench.measure_in_pairs(base, others, steps=STEPS, on_step=lambda run, step: None)
-    assert worker.opened == [
-        ("memory", "inductor"),
-        *[("time", "inductor"), ("time", "ssdtrain"), ("memory", "ssdtrain")],
-        *[("time", "inductor"), ("time", "checkpoint"), ("memory", "checkpoint")],
-    ]
-    assert [bench.median_ratio(one.timed, its_base.timed) for its_base, one in pairs] == [1.05, 1.3]
-    assert [one.peak_bytes / its_base.peak_bytes for its_base, one in pairs] == [0.2, 0.4]
+    assert worker.opened == ["inductor", "ssdtrain", "inductor", "checkpoint"]
+    assert [time_ratio(one.steps, its_base.steps).median for its_base, one in pairs] == [1.05, 1.3]
+    assert [one.process_peak_bytes / its_base.process_peak_bytes for its_base, one in pairs] == [0.6, 0.7]
+    assert [one.growth_bytes / its_base.growth_bytes for its_base, one in pairs] == [0.2, 0.4]
     assert all(one.equals(its_base) for its_base, one in pairs)
 
 
-def test_every_variant_is_timed_first_and_then_sampled_and_compared_with_inductor(worker: type[FakeWorker]) -> None:
+def test_every_variant_has_one_process_and_is_compared_with_inductor(worker: type[FakeWorker]) -> None:
     done = run_bench("--json", "-")
     assert done.exit_code == 0, done.output
     written = json.loads(done.stdout)
     variants = ["inductor", "ssdtrain", "checkpoint"]
-    assert worker.opened == [(measure, variant) for measure in ("time", "memory") for variant in variants]
+    assert worker.opened == variants
     results = {result["run"]["variant"]: result for result in written["results"]}
     assert list(results) == variants
     assert results["ssdtrain"]["step_time_ratio"] == pytest.approx(1.05)
-    assert results["ssdtrain"]["peak_ratio"] == pytest.approx(0.2)
+    assert (results["ssdtrain"]["process_peak_bytes"], results["ssdtrain"]["process_peak_ratio"]) == (600, 0.6)
+    assert (results["ssdtrain"]["growth_bytes"], results["ssdtrain"]["growth_ratio"]) == (100, 0.2)
+    assert {name: size for name, size in results["ssdtrain"].items() if name.startswith("rest_")} == {
+        "rest_bytes": 500,
+        "rest_parameter_bytes": 100,
+        "rest_optimizer_bytes": 200,
+        "rest_other_bytes": 200,
+    }
     assert results["ssdtrain"]["equal_to_inductor"] is True
     assert results["ssdtrain"]["statistics_last_step"]["bytes_written"] == 64
     assert results["checkpoint"]["step_ms"] == [1300.0, 130.0, 130.0, 130.0]
-    assert results["checkpoint"]["page_faults"] == [1000, 10, 10, 10]
+    assert results["checkpoint"]["page_faults"] == [100, 10, 10, 10]
+    assert results["checkpoint"]["median_page_faults"] == 10
+    assert results["checkpoint"]["memory_course_ms_bytes"] == [[0.0, 1], [1.0, 2]]
     assert set(written) == {"date", "machine", "python", "torch", "results"}
 
 
 def test_how_sure_a_ratio_is_follows_from_the_order_of_the_pairs(worker: type[FakeWorker]) -> None:
     """Ten pairs: the median is below the second or above the ninth with a chance of 2 * 11 / 1024, below 5 %; of five
-    pairs all are on one side with a chance of 2 / 32."""
+    pairs all are on one side with a chance of 2 / 32. The first two of more than four steps do not count."""
     base, other = worker(Run(variant="inductor")), worker(Run(variant="ssdtrain"))
-    plain, ours = ([one.step() for _ in range(11)] for one in (base, other))
-    ratios = [9.0, 1.06, 1.01, 1.05, 1.02, 0.9, 1.04, 1.03, 1.07, 30.0, 1.0]
+    plain, ours = ([one.step() for _ in range(12)] for one in (base, other))
+    ratios = [9.0, 5.0, 1.06, 1.01, 1.05, 1.02, 0.9, 1.04, 1.03, 1.07, 30.0, 1.0]
     ours = [dataclasses.replace(step, duration_ms=100.0 * ratio) for step, ratio in zip(ours, ratios, strict=True)]
-    assert median_ratio_interval(ours, plain) == (1.0, 1.07)
-    assert median_ratio_interval(ours[:6], plain[:6]) is None
+    assert time_ratio(ours[:7], plain[:7]).interval is None
     ratio = time_ratio(ours, plain)
     assert (ratio.median, ratio.interval, ratio.of_medians) == (pytest.approx(1.035), (1.0, 1.07), pytest.approx(1.035))
 
@@ -135,8 +152,8 @@ def test_a_noisy_machine_is_named_below_the_table_and_in_the_json(
     """Every third step of one variant takes three times as long."""
     monkeypatch.setenv("COLUMNS", "200")
 
-    def slow(self: FakeWorker) -> Step:
-        step = FakeWorker.step(self)
+    def slow(self: FakeWorker, *, sampled: bool) -> Step:
+        step = FakeWorker.step(self, sampled=sampled)
         disturbed = self.run.variant == "ssdtrain" and step.index % 3 == 0
         return dataclasses.replace(step, duration_ms=step.duration_ms * (3 if disturbed else 1))
 
@@ -151,22 +168,44 @@ def test_a_noisy_machine_is_named_below_the_table_and_in_the_json(
 
 def test_without_a_terminal_each_step_is_a_line_that_names_the_next(worker: type[FakeWorker]) -> None:
     lines = run_bench("--variant", "ssdtrain").output.splitlines()
-    assert lines[0].startswith("Step time is measured first.")
-    assert lines[0].endswith("Next: step time, inductor, step 1 of 4, which compiles: about a minute.")
-    assert lines[1].startswith("[1/14] step time, inductor, step 1 of 4: 1,000 ms, loss 1.000000. Next: ")
-    assert lines[1].endswith("Next: step time, ssdtrain, step 1 of 4, about 0 s.")
-    assert lines[8].startswith("[8/14] step time, ssdtrain, step 4 of 4: 105 ms")
-    assert lines[9].startswith("Memory is measured now")
-    assert lines[9].endswith("Next: memory, inductor, step 1 of 3, at most about 0 s.")
-    assert lines[15] == "[14/14] memory, ssdtrain, step 3 of 3: 105 ms, loss 3.000000, peak 200 B."
+    assert lines[0].startswith("The processes take turns")
+    assert lines[0].endswith("Next: inductor, step 1 of 4, which compiles: about a minute.")
+    assert lines[1].startswith("[1/10] inductor, step 1 of 4: 1,000 ms, peak 9.77 KiB, loss 1.000000. Next: ")
+    assert lines[1].endswith("Next: ssdtrain, step 1 of 4, about 0 s.")
+    assert lines[8].startswith("[8/10] ssdtrain, step 4 of 4: 105 ms, peak 600 B")
+    assert lines[8].endswith("Next: inductor, step for the course of memory, about 0 s.")
+    assert lines[10].startswith("[10/10] ssdtrain, step for the course of memory: ")
 
 
 def test_the_steps_are_made_in_the_planned_order(worker: type[FakeWorker]) -> None:
     runs = [Run(variant=variant) for variant in ("inductor", "ssdtrain", "checkpoint")]
     made: list[tuple[Run, int]] = []
-    bench.measure(runs, steps=STEPS, on_step=lambda run, step: made.append((run, step.index)))
-    assert made == [(turn.run, turn.index) for turn in bench.plan(runs, STEPS)]
-    assert len(made) == bench.count_steps(runs, STEPS)
+    take_turns(runs, steps=STEPS, on_step=lambda run, step: made.append((run, step.index)))
+    assert made == [(turn.run, turn.index) for turn in plan_turns(runs, STEPS)]
+    assert [run.variant for run, _ in made] == [run.variant for run in runs] * (STEPS + 1)
+
+
+@pytest.mark.parametrize(("steps", "first"), [(2, 1), (4, 1), (5, 2), (50, 2)])
+def test_the_steps_that_compile_and_warm_up_do_not_count(worker: type[FakeWorker], steps: int, first: int) -> None:
+    (measured,) = take_turns([Run(variant="inductor")], steps=steps)
+    assert [step.index for step in counted(measured.steps)] == list(range(first, steps))
+
+
+def test_a_peak_that_cannot_be_reset_is_said_to_be_since_the_process_began(worker: type[FakeWorker]) -> None:
+    (measured,) = take_turns([Run(variant="inductor")], steps=STEPS)
+
+    def caption(one: Measurement) -> str:
+        return str(bench.render_table([one]).caption)
+
+    text = "peaks are since the process began"
+    steps = [dataclasses.replace(step, peak_was_reset=False) for step in measured.steps]
+    assert text not in caption(measured)
+    assert text in caption(dataclasses.replace(measured, steps=steps))
+
+
+def test_one_differing_bit_in_the_sampled_step_is_a_difference(worker: type[FakeWorker]) -> None:
+    worker.loss = staticmethod(lambda run, index: 1.0 + 2**-52 * (run.variant == "ssdtrain" and index == STEPS))
+    assert run_bench("--variant", "ssdtrain").exit_code == 1
 
 
 def test_layers_compiled_one_by_one_are_compared_with_their_like(worker: type[FakeWorker]) -> None:
@@ -190,7 +229,7 @@ def test_layers_compiled_one_by_one_are_compared_with_their_like(worker: type[Fa
 
 def test_a_variant_is_chosen_and_inductor_always_runs(worker: type[FakeWorker]) -> None:
     assert run_bench("--variant", "checkpoint").exit_code == 0
-    assert {variant for _, variant in worker.opened} == {"inductor", "checkpoint"}
+    assert worker.opened == ["inductor", "checkpoint"]
 
 
 @pytest.mark.parametrize(("variant", "exit_code"), [("ssdtrain", 1), ("checkpoint", 0)])
@@ -207,7 +246,7 @@ def test_one_differing_bit_is_an_error_for_ssdtrain_only(
 def test_a_worker_that_fails_is_shown_with_exit_code_3(
     worker: type[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: FakeWorker) -> Step:
+    def fail(self: FakeWorker, *, sampled: bool) -> Step:
         raise WorkerError("The worker wrote: no space left")
 
     monkeypatch.setattr(worker, "step", fail)

@@ -266,7 +266,7 @@ def test_points_are_measured(ssd_dir: str) -> None:
     for point in curve.points:
         assert point.measured is not None and point.outcome is point.measured
         assert point.measured.peak_bytes > 0 and point.measured.step_s > 0
-    assert progress[-1][1:] == (15, 15)
+    assert progress[-1][1:] == (9, 9)
 
 
 def test_it_is_part_of_the_package() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ssdtrain_fx.studies import measure, zoo
+from ssdtrain_fx.studies import zoo
 
 SMALL = {"layers": 2, "hidden": 64, "batch": 2, "sequence": 64, "vocab": 128}
 
@@ -85,7 +85,7 @@ def test_checkpointing_every_layer_keeps_one_graph_and_the_loss(name: str) -> No
     module, make_batch = zoo.build(name, **SMALL)
     batch = make_batch(torch.Generator().manual_seed(0))
     expected = module(*batch).item()
-    assert measure.checkpoint_every_layer(module) == SMALL["layers"]
+    assert zoo.checkpoint_every_layer(module) == SMALL["layers"]
     torch.compiler.reset()
     loss = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=False)(*batch)
     loss.backward()

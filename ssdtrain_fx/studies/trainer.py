@@ -1,0 +1,198 @@
+"""The inside of a worker process: it trains one model, one step per request, and measures every step.
+
+`ssdtrain_fx.studies.measure.Worker` starts it as a program. It sends requests to stdin, and reads replies from stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ssdtrain_fx.compiler.dynamo_backend import backend as make_backend
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.runtime import ops
+from ssdtrain_fx.runtime.statistics import Statistics
+from ssdtrain_fx.studies import rivals, zoo
+from ssdtrain_fx.studies.measure import Rest, Run, Step
+from ssdtrain_fx.studies.process_memory import Course, peak_bytes, reset_peak, return_unused_memory, used_bytes
+
+
+class Trainer:
+    """A model, its optimizer and its batches."""
+
+    def __init__(self, run: Run) -> None:
+        torch.use_deterministic_algorithms(True)
+        # Filling every fresh tensor would cost time and touch memory that the step itself never touches.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        torch.manual_seed(run.seed)
+        self._run = run
+        self._dtype = getattr(torch, run.dtype)
+        module, make_batch = zoo.build(
+            run.model,
+            layers=run.layers,
+            hidden=run.hidden,
+            batch=run.batch,
+            sequence=run.sequence,
+            vocab=run.vocab,
+            dropout=run.dropout,
+        )
+        self._make_batch = zoo.text_batches(batch=run.batch, sequence=run.sequence) if run.text else make_batch
+        self._module = module.to(run.device, self._dtype)
+        if run.variant == "checkpoint":
+            zoo.checkpoint_every_layer(self._module)
+        self._compiled = cast(Callable[..., Tensor], _compile(self._module, run))
+        parameters = list(self._module.parameters())
+        self._optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(parameters, lr=1e-2) if run.optimizer == "sgd" else torch.optim.AdamW(parameters, lr=3e-4)
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {"parameters": sum(parameter.numel() for parameter in self._module.parameters())}
+
+    def step(self, index: int, *, sampled: bool) -> Step:
+        run = self._run
+        self._optimizer.zero_grad(set_to_none=True)
+        batch = self._batch(index)
+        before = self._statistics()
+        torch.manual_seed(run.seed + index)
+        if sampled:  # a heap that is full of free memory would hide what the step needs
+            return_unused_memory()
+        course = Course(run.device) if sampled else None
+        _synchronize(run.device)
+        peak_was_reset = reset_peak(run.device)
+        with course or contextlib.nullcontext():
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            began_s = time.perf_counter()
+            loss = self._compiled(*batch)
+            loss.backward()
+            self._optimizer.step()
+            _synchronize(run.device)
+            duration_s = time.perf_counter() - began_s
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+        process_peak_bytes = peak_bytes(run.device)
+        return Step(
+            index=index,
+            loss_hex=float(loss.item()).hex(),
+            gradients=self._digests(),
+            duration_ms=1e3 * duration_s,
+            process_peak_bytes=process_peak_bytes,
+            peak_was_reset=peak_was_reset,
+            samples=course.samples if course else [],
+            page_faults=faults,
+            statistics=self._statistics().since(before),
+        )
+
+    def rest(self) -> Rest:
+        gradient_bytes = _size_bytes(self._gradients().values())
+        self._optimizer.zero_grad(set_to_none=True)
+        return_unused_memory()
+        states: Iterable[dict[str, Any]] = self._optimizer.state.values()
+        return Rest(
+            process_bytes=used_bytes(self._run.device),
+            parameter_bytes=_size_bytes(self._module.parameters()),
+            gradient_bytes=gradient_bytes,
+            optimizer_bytes=_size_bytes(
+                value for state in states for value in state.values() if isinstance(value, Tensor)
+            ),
+        )
+
+    def _batch(self, index: int) -> zoo.Batch:
+        generator = torch.Generator().manual_seed(1_000_003 * (self._run.seed + 1) + index)
+        return tuple(
+            tensor.to(self._run.device, self._dtype if tensor.is_floating_point() else tensor.dtype)
+            for tensor in self._make_batch(generator)
+        )
+
+    def _statistics(self) -> Statistics:
+        return ops.statistics() if self._run.variant == "ssdtrain" else Statistics()
+
+    def save_gradients(self, names: Sequence[str], path: str) -> dict[str, Any]:
+        torch.save({name: self._gradients()[name].cpu() for name in names}, path)
+        return {}
+
+    def _gradients(self) -> dict[str, Tensor]:
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in self._module.named_parameters():
+            if parameter.grad is None:
+                raise RuntimeError(f"Parameter {name} has no gradient.")
+            gradients[name] = parameter.grad.detach()
+        return gradients
+
+    def _digests(self) -> dict[str, str]:
+        digests: dict[str, str] = {}
+        for name, gradient in self._gradients().items():
+            raw = gradient.cpu().contiguous().flatten().view(torch.uint8)
+            digests[name] = hashlib.sha256(cast(Any, raw.numpy())).hexdigest()
+        return digests
+
+
+def _size_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _compile(module: nn.Module, run: Run) -> Callable[..., object]:
+    backend: Any = "inductor"
+    if run.variant == "ssdtrain":
+        backend = make_backend(OffloadConfig.from_options(run.options))
+    compiled: Any = module
+    if run.regional:
+        for layer in zoo.find_layers(module):
+            layer.compile(backend=backend, dynamic=False, fullgraph=True)
+    else:
+        compiled = torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
+    if run.variant == "budget":
+        return rivals.with_activation_budget(compiled, run.options["activation_memory_budget"])
+    if run.variant == "hooks_host":
+        return rivals.with_hooks(compiled, torch.autograd.graph.save_on_cpu(pin_memory=run.device != "cpu"))
+    if run.variant == "hooks_disk":
+        return rivals.with_hooks(compiled, rivals.SavedTensorsOnDisk(run.options.get("ssd_dir")))
+    return compiled
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _replies_to_stdout() -> Generator[IO[str]]:
+    """Keep the pipe for replies; whatever else is printed goes to stderr."""
+    with os.fdopen(os.dup(1), "w") as replies:
+        os.dup2(2, 1)
+        yield replies
+
+
+def serve(run: Run) -> None:
+    """Answer requests on stdin, one JSON value per line, until it ends."""
+    with _replies_to_stdout() as replies:
+        trainer = Trainer(run)
+        for line in sys.stdin:
+            replies.write(json.dumps(_reply(trainer, json.loads(line))) + "\n")
+            replies.flush()
+
+
+def _reply(trainer: Trainer, request: dict[str, Any]) -> dict[str, Any]:
+    match request:
+        case {"step": index, "sampled": sampled}:
+            return dataclasses.asdict(trainer.step(index, sampled=sampled))
+        case {"gradients": names, "path": path}:
+            return trainer.save_gradients(names, path)
+        case {"rest": _}:
+            return dataclasses.asdict(trainer.rest())
+        case _:
+            return trainer.describe()
+
+
+if __name__ == "__main__":
+    serve(Run(**json.loads(sys.argv[1])))

@@ -26,7 +26,6 @@ from torch.profiler import ProfilerActivity, profile
 import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.hardware import Channel, Hardware
-from ssdtrain_fx.runtime import engine
 from ssdtrain_fx.studies.zoo import build
 from ssdtrain_fx.units import format_bytes
 
@@ -34,9 +33,6 @@ from ssdtrain_fx.units import format_bytes
 def allocated_peak_bytes(model: torch.nn.Module, batch: tuple[Any, ...], config: OffloadConfig) -> tuple[int, int]:
     """Return the peak of torch's memory in one step above the memory before it, and the tensors kept to save time."""
     torch._dynamo.reset()
-    engine.prepare_heap = lambda: (
-        sys.maxsize
-    )  # torch allocates all reloads; else reloads of 32 MiB or more are not recorded
     compiled = torch.compile(model, backend=ssdtrain_fx.backend(config))
 
     def step() -> None:

@@ -3,7 +3,7 @@
     python benchmarks/peaks.py --model gpt2 --model bert --model t5 --model llama --disk-gb-per-s 2
 
 The peak is computed from all allocations and frees that torch.profiler records over one step, not from resident memory.
-So it is exact, and does not include memory that the C library holds back. With ``--inner aot_eager`` every op runs
+So it is exact, and does not include free memory that the process holds back. With ``--inner aot_eager`` every op runs
 separately. The temporary memory of an op is then unknown to the plan, and appears in the difference.
 
 The storages that move, and so both peaks, depend on the hardware profile. With ``--disk-gb-per-s`` the plan is made for

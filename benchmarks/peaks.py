@@ -3,7 +3,7 @@
     python benchmarks/peaks.py --model gpt2 --model bert --model t5 --model llama --disk-gb-per-s 2
 
 The peak is computed from all allocations and frees that torch.profiler records over one step, not from resident memory.
-So it is exact, and does not include memory that the C library holds back. With ``--inner aot_eager`` every op runs
+So it is exact, and does not include free memory that the process holds back. With ``--inner aot_eager`` every op runs
 separately. The temporary memory of an op is then unknown to the plan, and appears in the difference.
 
 The storages that move, and so both peaks, depend on the hardware profile. With ``--disk-gb-per-s`` the plan is made for
@@ -26,7 +26,6 @@ from torch.profiler import ProfilerActivity, profile
 import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.hardware import Channel, Hardware
-from ssdtrain_fx.runtime import engine
 from ssdtrain_fx.studies.zoo import build
 from ssdtrain_fx.units import format_bytes
 
@@ -34,9 +33,6 @@ from ssdtrain_fx.units import format_bytes
 def allocated_peak_bytes(model: torch.nn.Module, batch: tuple[Any, ...], config: OffloadConfig) -> tuple[int, int]:
     """Return the peak of torch's memory in one step above the memory before it, and the tensors kept to save time."""
     torch._dynamo.reset()
-    engine.prepare_heap = lambda: (
-        sys.maxsize
-    )  # torch allocates all reloads; else reloads of 32 MiB or more are not recorded
     compiled = torch.compile(model, backend=ssdtrain_fx.backend(config))
 
     def step() -> None:

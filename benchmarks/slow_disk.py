@@ -20,10 +20,6 @@ Therefore the plans are made for a machine whose step takes as long as plain Ind
 first round. Later load on the machine changes that again. So "off by" compares the stalls of each step with the stalls
 that the simulation predicts for the compute time of the same step: the median difference as a share of the step.
 
-All variants share one heap, so memory that an engine places on huge pages does not stay there, and small pages make
-transfers slower than in the profile. Therefore a glibc tunable puts the whole heap on huge pages, unless other tunables
-are set.
-
 A ratio is the median of the ratios within the rounds. The first rounds do not count: they compile, and the engine
 learns the rates of the disk. The exit code is 1 if losses or gradients are not bit-identical to those of plain
 Inductor.
@@ -35,7 +31,6 @@ import argparse
 import collections
 import copy
 import dataclasses
-import os
 import statistics
 import sys
 import threading
@@ -61,7 +56,6 @@ from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.lanes.aio import WRITE, KernelAio
-from ssdtrain_fx.runtime.memory.heap import prepare_heap
 from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.runtime.storage.spill_file import SpillFile
 from ssdtrain_fx.studies import zoo
@@ -354,7 +348,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     chosen = parse_arguments(arguments)
-    prepare_heap()  # the first engine does the same; without it, the steps before the first round take longer
     (directory, *_) = check_directories(chosen.ssd_dir)
     hardware = load_hardware("cpu", directory)
     sizes: dict[str, Any] = {name: getattr(chosen, name) for name in ("layers", "hidden", "batch", "sequence", "vocab")}
@@ -394,6 +387,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if "GLIBC_TUNABLES" not in os.environ:
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
     sys.exit(main(sys.argv[1:]))

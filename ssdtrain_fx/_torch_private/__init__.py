@@ -22,6 +22,7 @@ say what differs between these versions.
 | ``fx._lazy_graph_module._LazyGraphModule`` | planning takes a fifth longer |
 | ``multiprocessing.reductions.StorageWeakRef`` | no deduplication |
 | ``UntypedStorage._cdata`` | no alias sets |
+| ``_dynamo.eval_frame.innermost_fn`` | memory stays mapped after the last compiled step has died |
 | ``_dynamo.config``, ``_dynamo.exc.BackendCompilerFailed`` | ``explain`` hits the recompile limit |
 | ``_C._dynamo.guards._reinterpret_tensor``, ``_empty_strided_cpu`` | no memory for reloads |
 | ``c10/core/Allocator.h``, ``c10/core/CPUAllocator.h`` (C++) | steps use the heap: little of the saving shows |
@@ -56,6 +57,7 @@ __all__ = [
     "fake_on",
     "functorch_config_patch",
     "graph_module",
+    "innermost",
     "input_number",
     "is_saved_descriptor",
     "is_tangent",
@@ -187,6 +189,13 @@ def aot_autograd(
 
     compiled = aot_autograd(fw_compiler=compiler, partition_fn=partition_fn, keep_inference_input_mutations=True)
     return compiled(gm, example_inputs)
+
+
+def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that Dynamo calls for ``function``: without the wrappers that say that it is not traced."""
+    from torch._dynamo.eval_frame import innermost_fn
+
+    return innermost_fn(function)
 
 
 def compile_apart(model: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:

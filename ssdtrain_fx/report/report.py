@@ -16,7 +16,7 @@ from ssdtrain_fx.report.page import render_page
 from ssdtrain_fx.report.plain_values import from_plain
 from ssdtrain_fx.report.table import Sort
 
-SCHEMA = "ssdtrain_fx.report/2"
+SCHEMA = "ssdtrain_fx.report/3"
 """Incremented when an existing field changes; new fields do not count."""
 
 

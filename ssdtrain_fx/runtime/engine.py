@@ -144,7 +144,6 @@ class Engine:
         external: bool = False,
         host: bool = False,
         reload_order: int | None = None,
-        first: bool = False,
         stall_s: float = 0.0,
     ) -> Owner:
         """Start moving ``x`` to the file. ``x`` must stay allocated and unwritten until :meth:`release` returns.
@@ -161,9 +160,6 @@ class Engine:
 
         ``reload_order`` is the position of ``x`` in the order in which backward reloads the tensors of its graph,
         lowest first. None: unknown.
-
-        The ``first`` tensor of a forward returns the memory that reloads have left unused to the system: it is not
-        needed before backward, and activations take its place.
         """
         ledger = self._ledger
         if x.layout is not torch.strided:
@@ -176,8 +172,6 @@ class Engine:
         byte_count = span_bytes(source)
         entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
         entry.host, entry.reload_order = host and lane.has_host_tier, reload_order
-        if first:
-            lane.release_idle()
         if lane.writes_from_source(entry):
             entry.cut_at_pages()
         handle = next(self._handles)
@@ -266,14 +260,10 @@ class Engine:
         stride: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
-        idle_bytes: int | None = None,
     ) -> Tensor:
         """Return a new tensor that is being filled; it may be used after :meth:`wait`.
 
         ``stride``, ``dtype`` and ``device`` default to those of the offloaded tensor.
-
-        At most ``idle_bytes`` of the memory that tensors of earlier reloads have left stay for later ones; the rest is
-        returned to the system, because the peak is near. None: the engine's default limit. For CPU tensors only.
         """
         ledger = self._ledger
         entry = self._entry("reload", owner)
@@ -296,10 +286,10 @@ class Engine:
                 return y
         temporary = None
         if same_layout(entry.size, stride, entry.stored_stride):
-            y = lane.allocate(entry, stride, device, idle_bytes)
+            y = lane.allocate(entry, stride, device)
         else:
             y = torch.empty_strided(size, stride, dtype=entry.dtype, device=device)
-            temporary = lane.allocate(entry, entry.stored_stride, device, idle_bytes)
+            temporary = lane.allocate(entry, entry.stored_stride, device)
         if y.device != entry.device:
             raise InternalError(f"reload({entry.name!r}) asks for {y.device}; offload got {entry.device}.")
         fill = Fill(entry, y, temporary, lane.mover.mark(y.device))
@@ -579,9 +569,7 @@ class Engine:
             kvikio = self._choose_kvikio(self.config.io, self._directories, self._cuda)
             if kvikio is not None:
                 return KvikioLane(self._ledger, kvikio, KvikioMover(self._cuda), drive_count)
-        tensor_memory = None
-        if device_type == "cpu":
-            tensor_memory = TensorMemory()
+        tensor_memory = TensorMemory() if device_type == "cpu" else None
         mover = CpuMover() if device_type == "cpu" else CudaMover(self._cuda)
         budget_bytes = self.config.host_budget_bytes
         if budget_bytes is None:

@@ -15,8 +15,7 @@ gets. ``stride`` and ``dtype`` of ``reload`` and ``wait`` may be None in graphs 
 to those of the offloaded tensor. ``out_s`` and ``back_s`` are the seconds that the plan expects between ``offload`` and
 ``release``, and between ``reload`` and ``wait``: what the disk cannot move in that time stays in memory. ``stall_s`` is
 how much of that time the plan spends waiting. ``host`` keeps a CUDA tensor in pinned host memory. ``reload_order`` is
-the position of ``x`` in the order in which backward reloads the tensors of its graph. ``first`` marks the first tensor
-of a forward. ``idle_bytes`` limits the memory of earlier reloads that may stay unused until the next reload.
+the position of ``x`` in the order in which backward reloads the tensors of its graph.
 
 ``graph_name`` is the name of the graph within a chain of graphs. An ``external`` tensor comes from outside the graph
 and its caller holds it. Memory is ``exclusive`` if nobody else holds or writes it. A ``deferred`` release does not wait
@@ -40,15 +39,12 @@ _tags = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagrap
 LIBRARY = torch.library.Library("ssdtrain", "DEF")
 LIBRARY.define(
     "offload(Tensor x, SymInt[] stride, str name, str engine, float? out_s=None, float? back_s=None, "
-    "str graph_name='', bool external=False, bool host=False, int? reload_order=None, bool first=False, "
-    "float stall_s=0.0) -> Tensor",
+    "str graph_name='', bool external=False, bool host=False, int? reload_order=None, float stall_s=0.0) -> Tensor",
     tags=_tags,
 )
 LIBRARY.define("release(Tensor token, Tensor x, bool deferred=False, bool exclusive=False) -> Tensor", tags=_tags)
 LIBRARY.define(
-    "reload(Tensor token, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device, "
-    "int? idle_bytes=None) -> Tensor",
-    tags=_tags,
+    "reload(Tensor token, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device) -> Tensor", tags=_tags
 )
 LIBRARY.define(
     "wait(Tensor ticket, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device) -> Tensor", tags=_tags
@@ -69,7 +65,6 @@ def _fake_reload(
     stride: Sequence[int] | None,
     dtype: torch.dtype | None,
     device: torch.device,
-    idle_bytes: int | None = None,
 ) -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 

@@ -43,7 +43,6 @@ def offload(
     external: bool = False,
     host: bool = False,
     reload_order: int | None = None,
-    first: bool = False,
     stall_s: float = 0.0,
 ) -> Owner:
     """The op, called without the dispatcher. It returns the owner instead of a token."""
@@ -56,7 +55,6 @@ def offload(
         external=external,
         host=host,
         reload_order=reload_order,
-        first=first,
         stall_s=stall_s,
     )
 
@@ -81,11 +79,10 @@ def reload(
     stride: Sequence[int] | None,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-    idle_bytes: int | None = None,
 ) -> Reloading:
     """The op, called without the dispatcher. It returns the reloading instead of a ticket."""
     owner = _engines.owner_of(token)
-    return Reloading(owner.engine.reload(owner, size, stride, dtype, device, idle_bytes), owner)
+    return Reloading(owner.engine.reload(owner, size, stride, dtype, device), owner)
 
 
 def _reload(token: Tensor, *rest: Any, **keywords: Any) -> Tensor:

@@ -185,7 +185,7 @@ def test_json_goes_there_and_back(report: Report) -> None:
     text = report.to_json()
     assert Report.from_json(text) == report
     assert Report.from_json(text).to_json() == text
-    assert json.loads(text)["schema"] == "ssdtrain_fx.report/2"
+    assert json.loads(text)["schema"] == "ssdtrain_fx.report/3"
 
 
 def test_json_of_nothing() -> None:
@@ -193,7 +193,7 @@ def test_json_of_nothing() -> None:
 
 
 def test_other_json_is_refused(report: Report) -> None:
-    with pytest.raises(ValueError, match=r"The schema of this report is None; expected 'ssdtrain_fx\.report/2'"):
+    with pytest.raises(ValueError, match=r"The schema of this report is None; expected 'ssdtrain_fx\.report/3'"):
         Report.from_json("[]")
     plain = json.loads(report.to_json())
     plain["graphs"][0]["plan"]["storages"][0]["size_bytes"] = "large"

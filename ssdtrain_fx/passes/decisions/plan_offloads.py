@@ -8,7 +8,6 @@ after.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 
 from torch import fx
@@ -102,14 +101,12 @@ def describe_plan(
     """
     movables = {movable.idx: movable for movable in problem.movables}
     simulation = choice.simulation
-    # A graph of a chain does not know how much the other graphs hold.
-    room = None if analysis.activations else _find_room(problem, choice)
     return Plan(
         storages=tuple(
             describe_storage(
                 candidate,
                 analysis,
-                _decide(candidate, choice, movables, room, reasons.get(_main_node(candidate).name, reason_not_moved)),
+                _decide(candidate, choice, movables, reasons.get(_main_node(candidate).name, reason_not_moved)),
             )
             for candidate in analysis.candidates
         ),
@@ -173,30 +170,10 @@ def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
     )
 
 
-def _find_room(problem: TransferProblem, choice: Choice) -> Mapping[int, int]:
-    """How far memory stays below the peak from each reload to the next one, by storage index.
-
-    When a reloaded storage dies, the engine keeps its memory until the next reload. Until then it counts as live.
-    """
-    live_bytes, count = choice.simulation.live_bytes, len(problem.node_s)
-    left = [0] * (count + 1)
-    for movable in problem.movables:
-        if movable.idx in choice.placements:
-            left[movable.live_end] += movable.size_bytes
-    left_bytes = list(itertools.accumulate(left))
-    positions = sorted({placement.reload for placement in choice.placements.values()})
-    room: dict[int, int] = {}
-    for start, end in itertools.pairwise([*positions, count]):
-        highest = max(live_bytes[at] + left_bytes[at] - left_bytes[start] for at in range(start, end))
-        room[start] = max(0, choice.peak_bytes - highest)
-    return {idx: room[placement.reload] for idx, placement in choice.placements.items()}
-
-
 def _decide(
     candidate: Candidate,
     choice: Choice,
     movables: Mapping[int, Movable],
-    room: Mapping[int, int] | None,
     reason_not_moved: str,
 ) -> PlannedDecision:
     idx = candidate.storage.idx
@@ -223,7 +200,6 @@ def _decide(
         stall_s=round(release_stall_s + wait_stall_s, 6),
         reason=f"{where} between forward and backward" + (f"; {views} saved views share it" if views > 1 else ""),
         tier=placement.tier,
-        idle_bytes=None if room is None else room[idx],
     )
 
 

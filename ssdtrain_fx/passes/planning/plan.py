@@ -42,9 +42,6 @@ class Offload:
     stall_s: float = 0.0
     """The part of ``out_s`` and ``back_s`` in which the compute stream stalls. The runtime allows this much, and little
     more."""
-    idle_bytes: int | None = None
-    """How much unused memory of earlier reloads the engine may keep from this reload to the next one without raising
-    the peak. None: any amount."""
 
     @property
     def placement(self) -> Placement:

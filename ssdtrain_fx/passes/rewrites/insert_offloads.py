@@ -115,11 +115,10 @@ def insert_offloads(
         reloaded = [chain for _, step, chain in steps if step in (Step.RELOAD_AT_ONCE, Step.RELOAD)]
         for order, chain in enumerate(reloaded):
             chain.reload_order = order
-    first = next((chain for _, step, chain in steps if step is Step.OFFLOAD), None)
     for position, step, chain in steps:
         with joint.graph.inserting_before(nodes[position]):
             if step is Step.OFFLOAD:
-                _insert_offload(joint.graph, chain, symbols, engine, graph_name, is_first=chain is first)
+                _insert_offload(joint.graph, chain, symbols, engine, graph_name)
             elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
                 # An input may be written to outside the graph once forward has returned, so it has to leave before.
                 exclusive = not chain.candidate.storage.is_input
@@ -135,7 +134,7 @@ def insert_offloads(
 
 
 def _insert_offload(
-    graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.Node], engine: str, graph_name: str, *, is_first: bool
+    graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.Node], engine: str, graph_name: str
 ) -> None:
     source = chain.source
     value = _value(source)
@@ -164,8 +163,6 @@ def _insert_offload(
     keywords: dict[str, Argument] = {"host": True} if chain.decision.tier == "host" else {}
     if chain.reload_order is not None:
         keywords["reload_order"] = chain.reload_order
-    if is_first:
-        keywords["first"] = True
     if chain.decision.stall_s:
         keywords["stall_s"] = chain.decision.stall_s
     chain.token = graph.call_function(OFFLOAD, arguments, keywords)
@@ -186,12 +183,7 @@ def _insert_release(graph: fx.Graph, chain: _Chain, *, deferred: bool, exclusive
 
 
 def _insert_reload(graph: fx.Graph, chain: _Chain) -> None:
-    room = chain.decision.idle_bytes
-    # The engine keeps unused memory for CPU tensors only.
-    keywords: dict[str, Argument] = {}
-    if room is not None and _value(chain.source).device.type == "cpu":
-        keywords["idle_bytes"] = room
-    chain.ticket = graph.call_function(RELOAD, (chain.token, *_layout_arguments(chain)), keywords)
+    chain.ticket = graph.call_function(RELOAD, (chain.token, *_layout_arguments(chain)))
     _annotate(chain.ticket, chain.source, _fake_token(_value(chain.source)))
 
 

@@ -80,7 +80,6 @@ def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None)
         _verify_reload(reload, positions, marker)
     _verify_host_tier(joint, alias_sets, host)
     _verify_reload_orders(graph)
-    _verify_first(graph)
     return joint
 
 
@@ -124,13 +123,6 @@ def _verify_reload_orders(graph: fx.Graph) -> None:
     if any(order is not None for order in said) and said != list(range(len(offloads))):
         wrong = next(offload for order, offload in enumerate(offloads) if offload.kwargs.get("reload_order") != order)
         _fail(wrong, f"has a wrong reload_order: it is reloaded as number {offloads.index(wrong)}, counted from 0")
-
-
-def _verify_first(graph: fx.Graph) -> None:
-    offloads = find(graph, OFFLOAD)
-    for node in offloads[1:]:
-        if node.kwargs.get("first"):
-            _fail(node, f"is marked as the first offload, but {offloads[0].name} comes before it")
 
 
 def _offload_of(reload: fx.Node) -> fx.Node:

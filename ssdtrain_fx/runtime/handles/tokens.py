@@ -37,7 +37,6 @@ class Engine(Protocol):
         stride: Sequence[int] | None,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
-        idle_bytes: int | None = None,
     ) -> Tensor: ...
 
     def wait(self, y: Tensor, owner: Owner) -> None: ...

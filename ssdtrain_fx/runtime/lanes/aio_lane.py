@@ -55,7 +55,6 @@ from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Direction, Transfer
 from ssdtrain_fx.runtime.lanes.aio import READ, WRITE, Aio
 from ssdtrain_fx.runtime.lanes.lane import Lane, checksum_error, checksum_of
-from ssdtrain_fx.runtime.memory.huge_pages import HugePages
 from ssdtrain_fx.runtime.memory.movers import CpuMover, Region, keep_bytes
 from ssdtrain_fx.runtime.memory.staging import StagingBuffer, StagingPool
 from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
@@ -122,7 +121,6 @@ class AioLane(Lane):
         self._in_flight: dict[int, _Transfer] = {}
         self._cookies = itertools.count(1)
         self._tensor_memory = tensor_memory
-        self._huge_pages = HugePages()
         self._reaping = False
         self._closing = False
 
@@ -195,9 +193,7 @@ class AioLane(Lane):
             return False
         return True
 
-    def allocate(
-        self, entry: Entry, stride: Sequence[int], device: torch.device, idle_bytes: int | None = None
-    ) -> Tensor:
+    def allocate(self, entry: Entry, stride: Sequence[int], device: torch.device) -> Tensor:
         """Allocate a tensor at the start of its storage, with memory for whole pages."""
         if entry.byte_count == 0:
             return super().allocate(entry, stride, device)

@@ -96,10 +96,8 @@ class Lane(abc.ABC):
         self._ledger.progress.wait(timeout_s)
         return True
 
-    def allocate(
-        self, entry: Entry, stride: Sequence[int], device: torch.device, idle_bytes: int | None = None
-    ) -> Tensor:
-        """Allocate a tensor like ``entry`` as the target of reads. ``idle_bytes``: see ``Engine.reload``."""
+    def allocate(self, entry: Entry, stride: Sequence[int], device: torch.device) -> Tensor:
+        """Allocate a tensor like ``entry`` as the target of reads."""
         return torch.empty_strided(entry.size, stride, dtype=entry.dtype, device=device)
 
     # -- ends of transfers, with the lock held -------------------------------------------------------------------------

@@ -95,9 +95,7 @@ class ThreadLane(Lane):
 
     # -- called by the engine ------------------------------------------------------------------------------------------
 
-    def allocate(
-        self, entry: Entry, stride: Sequence[int], device: torch.device, idle_bytes: int | None = None
-    ) -> Tensor:
+    def allocate(self, entry: Entry, stride: Sequence[int], device: torch.device) -> Tensor:
         if self._tensor_memory is None or entry.byte_count == 0:
             return super().allocate(entry, stride, device)
         return self._tensor_memory.allocate(entry.size, stride, entry.dtype, entry.byte_count)

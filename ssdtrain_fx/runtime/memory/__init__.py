@@ -1,1 +1,1 @@
-"""Memory: staging buffers, reload targets, layouts, and copies between them."""
+"""Memory: the arena of compiled steps, staging buffers, reload targets, layouts, and copies."""

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 RESERVED_RATIO = 2
 """Addresses that are set aside, relative to the memory of the machine. A block cannot be moved, so holes count."""
 
-T = TypeVar("T")
+Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,9 +146,9 @@ step_memory = StepMemory()
 os.register_at_fork(after_in_child=step_memory.forget_after_fork)
 
 
-def keep_memory_for(step: T) -> T:
-    """``step``, a compiled step. What the arena has free stays mapped until the last such object has died."""
-    step_memory.keep_for(step)
+def keep_memory_for(step: Step) -> Step:
+    """``step``, a compiled step. What the arena has free stays mapped until Dynamo has dropped the last of them."""
+    step_memory.keep_for(_torch_private.innermost(step))
     return step
 
 

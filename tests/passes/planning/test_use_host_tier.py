@@ -198,12 +198,12 @@ def test_the_ops_say_what_stays_and_when_it_comes_back() -> None:
     assert_same_bits(step.run(joint), step.run())
 
 
-def test_ops_for_a_cpu_are_told_only_which_is_the_first() -> None:
+def test_offloads_for_a_cpu_have_no_host_tier_and_no_order() -> None:
     analysis = analyse(capture_toy("deep", partition=save_all), min_tensor_bytes=2048)
     joint = analysis.rewrite(analysis.plan(policy="all", disk=1e9))
-    first, *others = (node.kwargs for node in calls(joint.graph, OFFLOAD))
-    assert others == [{}] * len(others)
-    assert first == {"first": True}
+    offloads = calls(joint.graph, OFFLOAD)
+    assert len(offloads) > 1
+    assert [node.kwargs for node in offloads] == [{}] * len(offloads)
 
 
 # Which devices have a host tier

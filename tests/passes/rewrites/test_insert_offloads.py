@@ -116,7 +116,7 @@ def test_after() -> None:
         """\
 ...
  mm: f32[4, 8] = mm(primals_1, primals_2)
-+offload_default: i64[1] = offload(mm, [], 'mm', '{}', 3.0, 2.0, first=True)
++offload_default: i64[1] = offload(mm, [], 'mm', '{}', 3.0, 2.0)
  sigmoid: f32[4, 8] = sigmoid(mm)
 ...
  mul: f32[4, 8] = mul(mm, sigmoid)
@@ -124,7 +124,7 @@ def test_after() -> None:
  mm_1: f32[4, 2] = mm(mul, primals_3)
 ...
  mm_2: f32[8, 2] = mm(t, expand)
-+reload_default: i64[1] = reload(release_default, [4, 8], [8, 1], torch.float32, cpu, idle_bytes=384)
++reload_default: i64[1] = reload(release_default, [4, 8], [8, 1], torch.float32, cpu)
  t_1: f32[2, 8] = t(primals_3)
  mm_3: f32[4, 8] = mm(expand, t_1)
 -mul_1: f32[4, 8] = mul(mm_3, mm)

@@ -345,7 +345,7 @@ def good_with_host() -> ScheduledJointGraph:
     analysis = analyse(capture_step(function, torch.randn(8, 8, requires_grad=True)))
     joint = analysis.rewrite(analysis.plan(disk=256, host_bytes=512))
     assert [node.kwargs for node in find(joint.graph, OFFLOAD)] == [
-        {"reload_order": 2, "first": True},
+        {"reload_order": 2},
         {"host": True, "reload_order": 1},
         {"host": True, "reload_order": 0},
     ]
@@ -386,11 +386,3 @@ def test_a_reload_has_another_turn_than_said(turn: int, orders: tuple[int | None
     wrong = offloads[2 - turn]
     message = f"has a wrong reload_order: it is reloaded as number {turn}, counted from 0"
     assert_refused(joint, wrong, message, HostTier(budget_bytes=512))
-
-
-def test_an_offload_is_said_to_be_the_first_and_is_not() -> None:
-    joint = good_with_host()
-    offloads = find(joint.graph, OFFLOAD)
-    offloads[1].update_kwarg("first", True)
-    message = f"is marked as the first offload, but {offloads[0].name} comes before it"
-    assert_refused(joint, offloads[1], message, HostTier(budget_bytes=1 << 20))

@@ -62,7 +62,7 @@ def peak_bytes(device: str) -> int:
 def return_unused_memory() -> None:
     """Give back what Python, this backend and the C library keep for later use."""
     gc.collect()
-    getattr(ssdtrain_fx, "empty_cache", lambda: None)()
+    ssdtrain_fx.empty_cache()
     with contextlib.suppress(AttributeError):  # a C library without it keeps little
         ctypes.CDLL(None)["malloc_trim"](0)
 

@@ -22,7 +22,7 @@ import resource
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 RESERVED_RATIO = 2
 """Addresses that are set aside, relative to the memory of the machine. A block cannot be moved, so holes count."""
 
-Step = TypeVar("Step", bound=Callable[..., Any])
+Step = TypeVar("Step")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +148,7 @@ os.register_at_fork(after_in_child=step_memory.forget_after_fork)
 
 def keep_memory_for(step: Step) -> Step:
     """``step``, a compiled step. What the arena has free stays mapped until Dynamo has dropped the last of them."""
-    step_memory.keep_for(_torch_private.innermost(step))
+    step_memory.keep_for(_torch_private.innermost(cast(Callable[..., Any], step)))
     return step
 
 

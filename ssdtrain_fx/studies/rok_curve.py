@@ -182,12 +182,12 @@ class _Planner:
 
     def plan(self, strategy: Strategy, config: OffloadConfig) -> RokPoint:
         plan = self._plan(dataclasses.replace(config, recompute=strategy == "mixed"))
-        budget_bytes = config.memory_budget_bytes
+        budget = config.find_budget()
         return RokPoint(
             strategy=strategy,
             batch=self.batch,
-            max_slowdown=config.max_slowdown if budget_bytes is None else None,
-            memory_budget_bytes=budget_bytes,
+            max_slowdown=config.max_slowdown if budget is None else None,
+            memory_budget_bytes=None if budget is None else budget.size_bytes,
             predicted=RokOutcome(peak_bytes=plan.peak_after_bytes, step_s=plan.step_s + plan.exposed_s),
         )
 
@@ -198,6 +198,7 @@ class _Planner:
             num_forward_outputs=self.num_forward_outputs,
             config=config,
             hardware=self.hardware,
+            budget=config.budget_of_plan(config.find_budget(), self.hardware),
             times=self.times,
         ).plan
 

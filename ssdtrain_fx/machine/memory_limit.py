@@ -75,7 +75,7 @@ def read_device_memory(device: torch.device, cuda: Any = torch.cuda) -> MemoryLi
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Version:
+class CgroupVersion:
     """The files of one version of cgroups."""
 
     name: str
@@ -85,11 +85,12 @@ class _Version:
     """The field of ``memory.stat``, over the whole subtree."""
 
 
-_V1 = _Version("cgroup v1", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Version("cgroup v2", "memory.max", "memory.current", "inactive_file")
+V1 = CgroupVersion("cgroup v1", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = CgroupVersion("cgroup v2", "memory.max", "memory.current", "inactive_file")
 
 
-def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
+def find_cgroups(root: Path = Path("/")) -> Iterator[tuple[CgroupVersion, tuple[Path, ...]]]:
+    """The cgroup of this process and its ancestors as far as they are mounted, in each hierarchy that is mounted."""
     paths = _cgroup_paths(root)
     for version, mounted, mount_point in _cgroup_mounts(root):
         if version.name not in paths:
@@ -98,9 +99,12 @@ def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
         path = paths[version.name]
         inside = path.relative_to(mounted) if path.is_relative_to(mounted) else PurePosixPath()
         own = top / inside if (top / inside).is_dir() else top
-        for directory in (own, *own.parents):
-            if not directory.is_relative_to(top):
-                break
+        yield version, tuple(directory for directory in (own, *own.parents) if directory.is_relative_to(top))
+
+
+def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
+    for version, directories in find_cgroups(root):
+        for directory in directories:
             limit = _cgroup_limit(version, directory, "/" / directory.relative_to(root))
             if limit is not None:
                 yield limit
@@ -112,29 +116,29 @@ def _cgroup_paths(root: Path) -> dict[str, PurePosixPath]:
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
-            paths[_V2.name] = PurePosixPath(path)
+            paths[V2.name] = PurePosixPath(path)
         elif "memory" in controllers.split(","):
-            paths[_V1.name] = PurePosixPath(path)
+            paths[V1.name] = PurePosixPath(path)
     return paths
 
 
-def _cgroup_mounts(root: Path) -> Iterator[tuple[_Version, PurePosixPath, PurePosixPath]]:
+def _cgroup_mounts(root: Path) -> Iterator[tuple[CgroupVersion, PurePosixPath, PurePosixPath]]:
     """Version, mounted part of the hierarchy, and mount point of every mount that may have memory limits."""
     for line in _read(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
         mounted, mount_point = (PurePosixPath(_unescape(field)) for field in fields[3:5])
         if kind == "cgroup2":
-            yield _V2, mounted, mount_point
+            yield V2, mounted, mount_point
         elif kind == "cgroup" and "memory" in options.split(","):
-            yield _V1, mounted, mount_point
+            yield V1, mounted, mount_point
 
 
 def _unescape(field: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
-def _cgroup_limit(version: _Version, directory: Path, shown: Path) -> MemoryLimit | None:
+def _cgroup_limit(version: CgroupVersion, directory: Path, shown: Path) -> MemoryLimit | None:
     limit_bytes = _number(_read(directory / version.limit))  # "max" is no number
     usage_bytes = _number(_read(directory / version.usage))
     if limit_bytes is None or usage_bytes is None or limit_bytes >= UNLIMITED_BYTES:

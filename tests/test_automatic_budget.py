@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import pickle
 import re
 import subprocess
 from collections.abc import Callable, Mapping
@@ -144,17 +145,21 @@ def test_the_key_of_compile_caches_has_the_number(leave: Callable[[int], None]) 
     def uuid(**options: Any) -> str:
         return OffloadPartitioner(automatic(**options), [torch.ones(1)]).uuid()
 
+    def state() -> bytes:
+        return pickle.dumps(OffloadPartitioner(automatic(), [torch.ones(1)], on_unfit=lambda: None))
+
     leave(1000 * MIB)
-    large = uuid()
+    large, state_of_large = uuid(), state()
     leave(1001 * MIB)
     assert uuid() == large, "the difference is smaller than what budgets are rounded to"
+    assert state() == state_of_large, "Inductor also pickles its settings for a key"
     assert uuid(memory_budget_bytes=896 * MIB) != large, "a number that is not met raises an error"
     leave(500 * MIB)
     assert uuid() != large
 
 
 def test_key_and_plan_have_the_same_number(leave: Callable[[int], None]) -> None:
-    """Inductor copies the partitioner. Less memory may be left when the copy makes its key or its plan."""
+    """Inductor copies its settings. Less memory may be left when the copy makes its key or its plan."""
     leave(1000 * MIB)
     partitioner = OffloadPartitioner(automatic(), [torch.ones(1)])
     uuid = partitioner.uuid()
@@ -210,14 +215,18 @@ def test_a_warm_compile_cache_does_not_swallow_the_warning(
 
     def compile_once() -> tuple[int, int]:
         """Compile, and return how many graphs came from the cache and how many warnings there were."""
-        torch._dynamo.reset()  # this resets the counters too
+        torch._dynamo.reset()
         caplog.clear()
+        hits = torch._dynamo.utils.counters["aot_autograd"]
+        before = hits["autograd_cache_hit"]
         torch.compile(Tower(), backend=backend(automatic(inner="inductor")))(torch.randn(8, 32)).backward()
-        hits = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
-        return hits, sum("the step does not fit into memory" in record.message for record in caplog.records)
+        warnings = sum("the step does not fit into memory" in record.message for record in caplog.records)
+        return hits["autograd_cache_hit"] - before, warnings
 
     leave(500 * MIB)
-    assert [compile_once(), compile_once()] == [(0, 0), (1, 0)]
+    assert compile_once() == (0, 0)
+    leave(500 * MIB + 1)
+    assert compile_once() == (1, 0)
     leave(1)
     assert [compile_once(), compile_once()] == [(0, 1), (0, 1)]
     leave(500 * MIB)

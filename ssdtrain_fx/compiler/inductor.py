@@ -57,7 +57,10 @@ def _source_hash() -> str:
 
 
 class OffloadPartitioner(private.CustomPartitionerFn):
-    """Partitions as Inductor would, then rewrites both graphs."""
+    """Partitions as Inductor would, then rewrites both graphs.
+
+    Inductor deep-copies its settings, and pickles them for the keys of its caches.
+    """
 
     def __init__(
         self,
@@ -72,18 +75,28 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         Args:
             observe: called with every rewritten step.
             budget: what ``config.find_budget`` has found earlier. None: it is called now.
-            on_unfit: called if no plan stays within a budget that need not be met. It is a plain function, which is the
-                same object in a copy of this one.
+            on_unfit: called if no plan stays within a budget that need not be met.
         """
-        # This object must not hold tensors: Inductor deep-copies its settings, and this object with them.
+        # This object must not hold tensors, because it is pickled.
         self.config = config
         self.device = device_of(example_inputs)
         self.activation_inputs = find_activation_inputs(example_inputs)
-        # Found once, before any copy is made: the key of the compile caches and the plan must have the same budget.
+        # Found once: the key of the compile caches and the plan must have the same budget.
         self.budget = config.find_budget(example_inputs) if budget is None else budget
         self.observe = observe
         self.on_unfit = on_unfit
         self.inner: private.CustomPartitionerFn | None = private.current_setting("custom_partitioner_fn")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadPartitioner:
+        """The same object: it does not change, and a copy must not find another budget."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a key may depend on. The description of a limit tells how much memory is in use, to the byte."""
+        budget = self.budget
+        if budget is not None and budget.limit is not None:
+            budget = dataclasses.replace(budget, limit="")
+        return {**self.__dict__, "budget": budget, "observe": None, "on_unfit": None}
 
     @functools.cached_property
     def hardware(self) -> Hardware:

@@ -124,8 +124,8 @@ def rok(
     Args:
         make_model: called once per batch size. The model must compile to one graph, with a loss that needs gradients.
         max_slowdowns: makes one plan each: the lowest peak that costs at most this share of the step time.
-        memory_budgets_bytes: makes one plan each: the least added time with a peak below this. Budgets that cannot be
-            met are listed in ``RokCurve.skipped``.
+        memory_budgets_bytes: makes one plan each: the least added time if a step adds at most this to the memory of the
+            process. Budgets that cannot be met are listed in ``RokCurve.skipped``.
         make_recomputing_model: the same model with every layer checkpointed; None skips ``recompute``.
         config: all other options. Plans are made for ``inner="inductor"`` and ``policy="auto"``.
 

@@ -113,7 +113,9 @@ def measure_growth(layers: Sequence[int], console: Console) -> list[dict[str, An
     rows: list[dict[str, Any]] = []
     # Some modules are imported when a plan first needs them. The first figure must not include that.
     warm_up = OffloadConfig(**SETTINGS["max_slowdown=0.1"])
-    pipeline.offload_saved_tensors(*deep_network(1), num_forward_outputs=1, config=warm_up, hardware=HARDWARE)
+    pipeline.offload_saved_tensors(
+        *deep_network(1), num_forward_outputs=1, config=warm_up, hardware=HARDWARE, budget=None
+    )
     for count in layers:
         forward, backward = deep_network(count)
         peak_bytes = 0
@@ -122,7 +124,12 @@ def measure_growth(layers: Sequence[int], console: Console) -> list[dict[str, An
             config = OffloadConfig(**options, memory_budget_bytes=budget_bytes)
             seconds = time_passes()
             plan = pipeline.offload_saved_tensors(
-                forward, backward, num_forward_outputs=1, config=config, hardware=HARDWARE
+                forward,
+                backward,
+                num_forward_outputs=1,
+                config=config,
+                hardware=HARDWARE,
+                budget=config.find_budget(),
             ).plan
             peak_bytes = plan.peak_before_bytes
             rows.append(

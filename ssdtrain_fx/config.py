@@ -17,17 +17,21 @@ import torch
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.function_names import cache_name
 from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.machine.automatic_budget import automatic_budget, trained_parameter_bytes
+from ssdtrain_fx.machine.memory_limit import read_device_memory, read_memory_limit
 from ssdtrain_fx.passes.graph.joint_graph import JointPass
 from ssdtrain_fx.passes.planning.policy import Policy
+from ssdtrain_fx.passes.planning.step_budget import StepBudget, budget_in_process
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
-from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES
+from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, CPU_BUDGET_BYTES
 
 if TYPE_CHECKING:
     from ssdtrain_fx.machine.call_times import CallTimes
 
 Inner = Literal["inductor", "aot_eager"]
 PolicyName = Literal["auto", "all"]
+AutomaticBudget = Literal["auto"]
 Replan = Literal["off", "auto"]
 Costs = Literal["roofline", "measured"]
 
@@ -99,9 +103,12 @@ class OffloadConfig:
     """With ``policy="auto"``: recompute storages in backward where that lowers the peak further, or costs less time,
     than offloading them. Only ops that give the same bits are recomputed."""
 
-    memory_budget_bytes: int | None = None
-    """Upper limit of the activation peak, which the plan meets at the least cost in time. Nothing is offloaded if the
-    step already fits. None: the peak is as low as ``max_slowdown`` allows."""
+    memory_budget_bytes: int | AutomaticBudget | None = None
+    """What a step may add to the memory of the process. The plan meets it at the least cost in time, and offloads
+    nothing if the step already fits. On a CPU, it is resident memory: intermediate results, saved and reloaded tensors,
+    gradients, and staging. On a GPU, it is device memory. ``auto``: what is left of the memory limit of this process
+    when the step is compiled, less a reserve for the optimizer. If no plan fits into that, a warning says so, and the
+    plan with the lowest peak is used. None: the peak is as low as ``max_slowdown`` allows."""
 
     host_budget_bytes: int | None = None
     """Maximum pinned memory (GPU) or staging memory (CPU) that the engine may hold. None: chosen per device, 1 GiB for
@@ -154,10 +161,10 @@ class OffloadConfig:
         _require_choice("replan", self.replan, get_args(Replan))
         _require_choice("io", self.io, get_args(IOPath))
         _require_int("min_tensor_bytes", self.min_tensor_bytes, minimum=0)
-        for name in ("memory_budget_bytes", "host_budget_bytes"):
-            value = getattr(self, name)
-            if value is not None:
-                _require_int(name, value, minimum=1)
+        if self.memory_budget_bytes is not None and self.memory_budget_bytes not in get_args(AutomaticBudget):
+            _require_int("memory_budget_bytes", self.memory_budget_bytes, minimum=1, or_else="'auto', or None")
+        if self.host_budget_bytes is not None:
+            _require_int("host_budget_bytes", self.host_budget_bytes, minimum=1)
         if self.policy == "all" and self.memory_budget_bytes is not None:
             raise ConfigError(
                 "Options policy='all' and memory_budget_bytes of backend 'ssdtrain' contradict each other: the "
@@ -221,6 +228,42 @@ class OffloadConfig:
             return None
         in_transit_bytes = math.ceil(hardware.staging_bytes * SHARE_IN_TRANSIT)
         return HostTier(budget_bytes=hardware.staging_bytes - in_transit_bytes, chunk_bytes=CHUNK_BYTES)
+
+    def find_budget(self, example_inputs: Sequence[Any] = ()) -> StepBudget | None:
+        """What a step with these inputs may add to the memory of the process. None: ``memory_budget_bytes`` is None.
+
+        With ``auto``, the answer depends on the memory that is in use now. Call it once per compilation.
+
+        Raises:
+            ConfigError: ``auto``, but the system shows no limit.
+        """
+        if self.memory_budget_bytes is None:
+            return None
+        if self.memory_budget_bytes != "auto":
+            return StepBudget(size_bytes=self.memory_budget_bytes)
+        on_gpu = [value.device for value in example_inputs if isinstance(value, torch.Tensor) and value.is_cuda]
+        limit = read_device_memory(on_gpu[0]) if on_gpu else read_memory_limit()
+        if limit is None:
+            raise ConfigError(
+                "Option 'memory_budget_bytes' of backend 'ssdtrain' is 'auto', but the system shows no limit: there is "
+                "no cgroup with a limit, no resource limit, and no /proc/meminfo. Give a number of bytes."
+            )
+        return automatic_budget(limit, trained_bytes=trained_parameter_bytes(example_inputs))
+
+    def budget_of_plan(self, budget: StepBudget | None, hardware: Hardware) -> StepBudget | None:
+        """``budget``, less what a step on ``hardware`` needs besides its plan."""
+        if budget is None:
+            return None
+        return budget_in_process(
+            budget, on_gpu=hardware.device != "cpu", staging_bytes=self._expected_staging_bytes(hardware)
+        )
+
+    def _expected_staging_bytes(self, hardware: Hardware) -> int:
+        """Staging that the engine will fill on a CPU. Native AIO moves all but small tensors without staging."""
+        if hardware.staging_bytes == 0 and self.io != "posix":
+            return 0
+        drive_count = len(self.ssd_dir) if isinstance(self.ssd_dir, tuple) else 1
+        return self.host_budget_bytes or hardware.staging_bytes or CPU_BUDGET_BYTES * drive_count
 
     def load_call_times(self, device: str) -> CallTimes | None:
         """The measured times of ops on ``device`` (``cpu`` or ``cuda``); None with ``costs="roofline"``.
@@ -301,8 +344,9 @@ def _functions(name: str, value: object) -> tuple[Callable[..., Any], ...]:
     return tuple(cast("Sequence[Callable[..., Any]]", functions))
 
 
-def _require_int(name: str, value: object, *, minimum: int) -> None:
+def _require_int(name: str, value: object, *, minimum: int, or_else: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _wrong(name, value, "an integer number of bytes")
+        expected = "an integer number of bytes"
+        raise _wrong(name, value, f"{expected}, {or_else}" if or_else else expected)
     if value < minimum:
         raise _wrong(name, value, f"at least {minimum}")

@@ -12,11 +12,14 @@ class ConfigError(SSDTrainError, ValueError):
 
 
 class BudgetError(SSDTrainError):
-    """``memory_budget_bytes`` is below ``floor_bytes``, the lowest peak that a plan can reach."""
+    """No plan stays within ``memory_budget_bytes``."""
 
-    def __init__(self, floor_bytes: int, message: str) -> None:
+    def __init__(self, floor_bytes: int, message: str, *, reached_bytes: int) -> None:
         super().__init__(message)
         self.floor_bytes = floor_bytes
+        """The lowest peak that a plan can reach. The message says which budget allows it."""
+        self.reached_bytes = reached_bytes
+        """The peak of the plan that was refused. It is the floor, unless a policy made the plan."""
 
 
 class PolicyError(SSDTrainError, ValueError):

@@ -17,6 +17,7 @@ from steps import FAST_DISK, Autocast, counted, small_model
 from ssdtrain_fx import OffloadConfig, backend, explain
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.passes.planning.plan import Plan
+from ssdtrain_fx.passes.planning.step_budget import FRAGMENTATION
 from ssdtrain_fx.testing import assert_same_bits, train
 
 MODELS = ["gpt2", "bert", "t5", "llama", "encoder", "conv"]
@@ -114,7 +115,7 @@ def check_mixed_plan(name: str, inner: Inner, *, dropout: float = 0.1, autocast:
 
     config = OffloadConfig(inner=inner, min_tensor_bytes=0, hardware=COPIES_ARE_SLOW, max_slowdown=1e9)
     # Exactly at the floor, there may be no room for recomputed storages.
-    config = dataclasses.replace(config, memory_budget_bytes=int(1.1 * plan_of(config).floor_bytes))
+    config = dataclasses.replace(config, memory_budget_bytes=int(1.1 * FRAGMENTATION * plan_of(config).floor_bytes))
     plan = plan_of(config)
     assert plan.recomputed and plan.offloaded
     expected = train(model, batches, inner)

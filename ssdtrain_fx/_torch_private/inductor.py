@@ -31,6 +31,7 @@ __all__ = [
     "compile_fx_inner",
     "current_setting",
     "install_lowerings",
+    "keep_out_of_autograd_cache",
     "offload_strides_in",
     "options_of_mode",
     "require_layout_of_outputs",
@@ -57,6 +58,11 @@ def current_setting(name: str) -> Any:
 def settings(**changes: Any) -> AbstractContextManager[None]:
     """Change Inductor's settings for a ``with`` block."""
     return cast(Any, config).patch(changes)
+
+
+def keep_out_of_autograd_cache(code: OutputCode) -> None:
+    """Let AOTAutograd store no graph that contains ``code``. It stores graphs whose parts have a key of their own."""
+    cast(Any, code)._fx_graph_cache_key = None
 
 
 def as_passes(custom_pass: Any) -> tuple[CustomGraphPass, ...]:

@@ -30,7 +30,7 @@ def explain(
     memory_budget_bytes: Annotated[
         int | None,
         typer.Option(
-            "--budget", min=1, help="Keep the activation peak below this many bytes, with the least added time."
+            "--budget", min=1, help="Bytes that a step may add to the memory of the process, with the least added time."
         ),
     ] = None,
     hardware: Annotated[

@@ -37,7 +37,9 @@ def rok(
     ] = None,
     memory_budgets_bytes: Annotated[
         list[int] | None,
-        typer.Option("--budget", min=1, help="Keep the activation peak below this many bytes; may be repeated."),
+        typer.Option(
+            "--budget", min=1, help="Bytes that a step may add to the memory of the process; may be repeated."
+        ),
     ] = None,
     min_tensor_bytes: Annotated[int, typer.Option(min=0, help="Smaller storages stay in memory.")] = 1 << 20,
     hardware: Annotated[

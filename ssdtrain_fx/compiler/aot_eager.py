@@ -13,6 +13,7 @@ from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.passes.analysis.chains import find_activation_inputs
 from ssdtrain_fx.passes.graph.op_targets import RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
+from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.runtime.memory.step_memory import in_step_memory, keep_memory_for
 
 
@@ -23,25 +24,30 @@ def compile_with_aot_eager(
     *,
     observe: Callable[[OffloadedStep], None] | None = None,
     compiler: _torch_private.AOTCompiler | None = None,
+    budget: StepBudget | None = None,
 ) -> Callable[..., Any]:
     """Compile as ``torch.compile(backend="aot_eager")`` does, with offloading.
 
     Args:
         observe: called with every rewritten step.
         compiler: compiles the two graphs; None runs them node by node.
+        budget: what ``config.find_budget`` has found earlier. None: it is called now.
     """
 
     planned_peak_bytes = 0
     device, activation_inputs = device_of(example_inputs), find_activation_inputs(example_inputs)
+    found_budget = config.find_budget(example_inputs) if budget is None else budget
 
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        hardware = config.load_hardware(device)
         step = offload_saved_tensors(
             forward,
             backward,
             num_forward_outputs=kwargs["num_fwd_outputs"],
             config=config,
-            hardware=config.load_hardware(device),
+            hardware=hardware,
+            budget=config.budget_of_plan(found_budget, hardware),
             times=config.load_call_times(device),
             describe=observe is not None,
             activation_inputs=activation_inputs,

@@ -13,6 +13,7 @@ from ssdtrain_fx.compiler.replan import Drift, ReplanningStep, has_static_shapes
 from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.runtime.ops import statistics
 from ssdtrain_fx.runtime.storage.directory import check_directories
 
@@ -81,17 +82,26 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadC
     if config.replan == "off" or not has_static_shapes(example_inputs):
         return _compile_once(gm, example_inputs, config, mode)
 
+    # Found once: later, the process holds the memory of the steps that it has run, and too little seems to be left.
+    budget = config.find_budget(example_inputs)
+
     def compile_for(gm: fx.GraphModule, inputs: Sequence[Any], hardware: Hardware) -> Any:
-        return _compile_once(gm, inputs, dataclasses.replace(config, hardware=hardware), mode)
+        return _compile_once(gm, inputs, dataclasses.replace(config, hardware=hardware), mode, budget)
 
     drift = Drift(config.load_hardware(device_of(example_inputs)))
     return ReplanningStep(gm, example_inputs, compile_for, drift, statistics).run
 
 
-def _compile_once(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, mode: str | None) -> Any:
+def _compile_once(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: OffloadConfig,
+    mode: str | None,
+    budget: StepBudget | None = None,
+) -> Any:
     if config.inner == "aot_eager":
-        return compile_with_aot_eager(gm, example_inputs, config)
+        return compile_with_aot_eager(gm, example_inputs, config, budget=budget)
     # Importing Inductor takes a second or more, so it is imported only where it is used.
     from ssdtrain_fx.compiler.inductor import compile_with_inductor
 
-    return compile_with_inductor(gm, example_inputs, config, mode=mode)
+    return compile_with_inductor(gm, example_inputs, config, mode=mode, budget=budget)

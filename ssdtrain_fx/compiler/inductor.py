@@ -37,6 +37,7 @@ from ssdtrain_fx.passes.graph.copy_nodes import COPY_OF
 from ssdtrain_fx.passes.graph.joint_graph import join, split
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
+from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.runtime.memory.step_memory import keep_memory_for
 
 log = logging.getLogger(__name__)
@@ -60,15 +61,46 @@ def _source_hash() -> str:
 
 
 class OffloadPartitioner(private.CustomPartitionerFn):
-    """Partitions as Inductor would, then rewrites both graphs."""
+    """Partitions as Inductor would, then rewrites both graphs.
 
-    def __init__(self, config: OffloadConfig, example_inputs: Sequence[Any], observe: Observer | None = None) -> None:
-        # This object must not hold tensors: Inductor deep-copies its settings, and this object with them.
+    Inductor deep-copies its settings, and pickles them for the keys of its caches.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        example_inputs: Sequence[Any],
+        observe: Observer | None = None,
+        *,
+        budget: StepBudget | None = None,
+        on_unfit: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            observe: called with every rewritten step.
+            budget: what ``config.find_budget`` has found earlier. None: it is called now.
+            on_unfit: called if no plan stays within a budget that need not be met.
+        """
+        # This object must not hold tensors, because it is pickled.
         self.config = config
         self.device = device_of(example_inputs)
         self.activation_inputs = find_activation_inputs(example_inputs)
+        # Found once: the key of the compile caches and the plan must have the same budget.
+        self.budget = config.find_budget(example_inputs) if budget is None else budget
         self.observe = observe
+        self.on_unfit = on_unfit
         self.inner: private.CustomPartitionerFn | None = private.current_setting("custom_partitioner_fn")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadPartitioner:
+        """The same object: it does not change, and a copy must not find another budget."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a key may depend on. The description of a limit tells how much memory is in use, to the byte."""
+        budget = self.budget
+        if budget is not None and budget.limit is not None:
+            budget = dataclasses.replace(budget, limit="")
+        return {**self.__dict__, "budget": budget, "observe": None, "on_unfit": None}
 
     @functools.cached_property
     def hardware(self) -> Hardware:
@@ -86,6 +118,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
             num_forward_outputs=kwargs["num_fwd_outputs"],
             config=self.config,
             hardware=self.hardware,
+            budget=self.config.budget_of_plan(self.budget, self.hardware),
             times=self.config.load_call_times(self.device),
             describe=self.observe is not None,
             activation_inputs=self.activation_inputs,
@@ -94,6 +127,8 @@ class OffloadPartitioner(private.CustomPartitionerFn):
             self.observe(step)
         for half in (step.forward, step.backward):
             half.graph.output_node().meta[PLANNED_PEAK] = step.plan.peak_after_bytes
+        if not step.fits and self.on_unfit is not None:
+            self.on_unfit()
         return step.forward, step.backward
 
     def uuid(self) -> str:
@@ -102,6 +137,8 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         times = self.config.load_call_times(self.device)
         if times is not None:
             planned_for += f" {times.generation}"
+        # The number differs from the option for "auto".
+        planned_for += f" {None if self.budget is None else self.budget.size_bytes}"
         planned_for += f" {_torch_private.overwrites_saved_tensors()}"
         return f"ssdtrain_fx {_source_hash()} {planned_for} {inner!r}"
 
@@ -165,6 +202,7 @@ class _CompileBothHalves:
 
     def __init__(self) -> None:
         self.stride_by_token: dict[str, tuple[int, ...]] = {}
+        self.fits = True
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
         # Both names are read before compiling, because Inductor rewrites the graph.
@@ -190,6 +228,9 @@ class _CompileBothHalves:
             for token_name, name in name_by_token.items():
                 if name in strides:
                     self.stride_by_token[token_name] = strides[name]
+        if not self.fits:
+            # Planned again in every process, so that every process logs the warning.
+            private.keep_out_of_autograd_cache(code)
         return code
 
 
@@ -206,17 +247,28 @@ def compile_with_inductor(
     *,
     mode: str | None = None,
     observe: Observer | None = None,
+    budget: StepBudget | None = None,
 ) -> Any:
-    """Compile as ``torch.compile(backend="inductor", mode=mode)`` does, with offloading."""
+    """Compile as ``torch.compile(backend="inductor", mode=mode)`` does, with offloading.
+
+    Args:
+        budget: what ``config.find_budget`` has found earlier. None: it is called now.
+    """
     _warn_about_nameless(config)
     private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT)
+    halves = _CompileBothHalves()
+
+    def note_unfit() -> None:
+        halves.fits = False
+
     patches: dict[str, Any] = {
-        "custom_partitioner_fn": OffloadPartitioner(config, example_inputs, observe),
+        "custom_partitioner_fn": OffloadPartitioner(
+            config, example_inputs, observe, budget=budget, on_unfit=note_unfit
+        ),
         "post_grad_custom_post_pass": KeepLayouts(),
     }
     if mode is not None:
         patches |= private.options_of_mode(mode)
-    halves = _CompileBothHalves()
 
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
         return halves(gm, example_inputs, **kwargs)

@@ -33,8 +33,9 @@ from ssdtrain_fx.passes.decisions.propose_recomputations import propose_recomput
 from ssdtrain_fx.passes.graph.joint_graph import JointPass, ScheduledJointGraph, join, split
 from ssdtrain_fx.passes.planning.place_transfers import floor_bytes
 from ssdtrain_fx.passes.planning.plan import Plan
-from ssdtrain_fx.passes.planning.policy import Budget, Policy
+from ssdtrain_fx.passes.planning.policy import Policy
 from ssdtrain_fx.passes.planning.simulate import ROUNDING
+from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier, TransferProblem
 from ssdtrain_fx.passes.rewrites.check_custom_pass import checked
 from ssdtrain_fx.passes.rewrites.copy_out_views import copy_out_views
@@ -69,8 +70,6 @@ class Options(Protocol):
     def recompute(self) -> bool: ...
     @property
     def max_slowdown(self) -> float: ...
-    @property
-    def memory_budget_bytes(self) -> int | None: ...
     def host_tier(self, hardware: Hardware) -> HostTier | None: ...
     def engine_config(self) -> EngineOptions: ...
 
@@ -117,6 +116,8 @@ class OffloadedStep:
     joint_before: str
     """The scheduled joint graph as text, before and after the pipeline. Both are empty unless ``describe`` is set."""
     joint_after: str
+    fits: bool
+    """False if no plan stays within a budget that need not be met. A warning has been logged."""
 
 
 def offload_saved_tensors(
@@ -126,6 +127,7 @@ def offload_saved_tensors(
     num_forward_outputs: int,
     config: Options,
     hardware: Hardware,
+    budget: StepBudget | None,
     times: Times | None = None,
     describe: bool = False,
     activation_inputs: frozenset[int] = frozenset(),
@@ -136,20 +138,21 @@ def offload_saved_tensors(
         forward, backward: as a partitioner of ``functorch.compile`` returns them; neither is changed.
         num_forward_outputs: how many results of ``forward`` are not saved for backward.
         hardware: the hardware that the plan is made for.
+        budget: what the step may add to the memory of the process. None: the plan is limited by ``max_slowdown``.
         times: measured times of nodes that are not fused. None: every time is a roofline estimate.
         describe: also return the timeline and the graph before and after as text. This takes seconds for thousands of
             nodes.
         activation_inputs: see :func:`~ssdtrain_fx.passes.analysis.chains.find_activation_inputs`.
 
     Raises:
-        BudgetError: no plan stays within ``memory_budget_bytes``.
+        BudgetError: no plan stays within a budget that must be met.
         PolicyError: the user's policy returned an illegal decision.
         PassError: a user's pass returned a graph that cannot be compiled.
         InternalError: the rewritten graph breaks an invariant.
     """
     with _garbage_left_for_later():
         joint = join(forward, backward, num_forward_outputs=num_forward_outputs, activation_inputs=activation_inputs)
-        return _offload(forward, backward, joint, config, hardware, times, describe)
+        return _offload(forward, backward, joint, config, hardware, budget, times, describe)
 
 
 @contextlib.contextmanager
@@ -174,6 +177,7 @@ def _offload(
     joint: ScheduledJointGraph,
     config: Options,
     hardware: Hardware,
+    budget: StepBudget | None,
     times: Times | None,
     describe: bool,
 ) -> OffloadedStep:
@@ -181,7 +185,7 @@ def _offload(
     joint = _run(passes_before_planning(config), joint)
     is_original = joint.saved == saved and not config.passes
     analysis = _analyse(joint, config, hardware, times)
-    planned = _choose(analysis, config, hardware, times)
+    planned, fits = _choose_within(analysis, config, hardware, budget, times)
     joint, plan, costs = planned.analysis.joint, planned.plan, planned.analysis.cost_sources
     log.info(
         "predicted activation peak %s -> %s, %+.1f %% step time, %s offloaded in %d of %d saved storages "
@@ -201,7 +205,7 @@ def _offload(
     describer = ScheduleDescriber(analysis, planned.analysis, planned.problem, plan) if describe else None
     if not plan.offloaded and not plan.recomputed and is_original:
         timeline = describer.timeline() if describer else None
-        return OffloadedStep(forward, backward, plan, planned.problem, costs, timeline, before, before)
+        return OffloadedStep(forward, backward, plan, planned.problem, costs, timeline, before, before, fits)
     if plan.offloaded:
         joint = _run(passes_of_plan(planned, config), joint)
     after = joint.text() if describe else ""
@@ -209,7 +213,7 @@ def _offload(
         log.debug("scheduled joint graph with offloads:\n%s", after or joint.text())
     timeline = describer.timeline() if describer else None
     new_forward, new_backward = split(joint)
-    return OffloadedStep(new_forward, new_backward, plan, planned.problem, costs, timeline, before, after)
+    return OffloadedStep(new_forward, new_backward, plan, planned.problem, costs, timeline, before, after, fits)
 
 
 def _run(passes: Sequence[JointPass], joint: ScheduledJointGraph) -> ScheduledJointGraph:
@@ -243,7 +247,35 @@ def _analyse(joint: ScheduledJointGraph, config: Options, hardware: Hardware, ti
     )
 
 
-def _choose(analysis: Analysis, config: Options, hardware: Hardware, times: Times | None) -> PlannedStep:
+def _choose_within(
+    analysis: Analysis, config: Options, hardware: Hardware, budget: StepBudget | None, times: Times | None
+) -> tuple[PlannedStep, bool]:
+    """Return the best plan, and whether it stays within the budget.
+
+    Raises:
+        BudgetError: no plan meets a budget that must be met.
+    """
+    try:
+        return _choose(analysis, config, hardware, budget, times), True
+    except BudgetError as error:
+        if budget is None or budget.limit is None:
+            raise
+        raised = budget.raised_to(error.reached_bytes)
+        log.warning(
+            "the step does not fit into memory: it needs %s at least, and memory_budget_bytes='auto' found room for %s "
+            "(%s). It is compiled for %s, and the process may run out of memory. Lower the batch size or "
+            "min_tensor_bytes, or raise the limit. A higher max_slowdown does not help.",
+            format_bytes(raised.size_bytes),
+            format_bytes(budget.size_bytes),
+            budget.limit,
+            format_bytes(raised.size_bytes),
+        )
+        return _choose(analysis, config, hardware, raised, times), False
+
+
+def _choose(
+    analysis: Analysis, config: Options, hardware: Hardware, budget: StepBudget | None, times: Times | None
+) -> PlannedStep:
     """Return the best plan, with or without recomputation. On a tie, the plan without recomputation wins.
 
     Raises:
@@ -251,8 +283,8 @@ def _choose(analysis: Analysis, config: Options, hardware: Hardware, times: Time
     """
     problem = pose_problem(analysis, hardware=hardware, host=config.host_tier(hardware))
     if callable(config.policy):
-        budget = Budget(max_slowdown=config.max_slowdown, memory_budget_bytes=config.memory_budget_bytes)
-        return PlannedStep(analysis, problem, apply_policy(config.policy, analysis, problem, budget))
+        plan = apply_policy(config.policy, analysis, problem, max_slowdown=config.max_slowdown, budget=budget)
+        return PlannedStep(analysis, problem, plan)
     proposed: Sequence[tuple[Recomputation, ...]] = ()
     if config.recompute and config.policy == "auto":
         proposed = propose_recomputations(analysis, problem, hardware=hardware, fused=config.inner == "inductor")
@@ -260,15 +292,15 @@ def _choose(analysis: Analysis, config: Options, hardware: Hardware, times: Time
     errors: list[BudgetError] = []
     for recomputations in ((), *proposed):
         rewritten, posed = _recompute(analysis, problem, recomputations, config, hardware, times)
-        if recomputations and _cannot_win(rewritten, posed, found, config):
+        if recomputations and _cannot_win(rewritten, posed, found, config, budget):
             continue
         try:
-            found.append(_plan(analysis, rewritten, posed, recomputations, config))
+            found.append(_plan(analysis, rewritten, posed, recomputations, config, budget))
         except BudgetError as error:
             errors.append(error)
     if not found:
         raise min(errors, key=lambda error: error.floor_bytes)
-    if config.memory_budget_bytes is not None:
+    if budget is not None:
         return min(found, key=lambda one: (one.plan.exposed_s, one.plan.peak_after_bytes))
     allowed = [one for one in found if one.plan.slowdown <= config.max_slowdown]
     if analysis.activations:
@@ -294,14 +326,20 @@ def _recompute(
     return rewritten, pose_problem(rewritten, hardware=hardware, step_s=problem.step_s, host=problem.host)
 
 
-def _cannot_win(analysis: Analysis, problem: TransferProblem, found: Sequence[PlannedStep], config: Options) -> bool:
+def _cannot_win(
+    analysis: Analysis,
+    problem: TransferProblem,
+    found: Sequence[PlannedStep],
+    config: Options,
+    budget: StepBudget | None,
+) -> bool:
     """Whether a plan in ``found`` is already better than any plan for ``problem``, or none would be allowed.
 
     The check saves the time of planning. A plan exposes at least the time of its recomputations, and its peak is never
     below the floor.
     """
     least_s = problem.recompute_s - ROUNDING * problem.step_s
-    if config.memory_budget_bytes is not None:
+    if budget is not None:
         return any(one.plan.exposed_s < least_s for one in found)
     if least_s > config.max_slowdown * problem.step_s:
         return True
@@ -321,6 +359,7 @@ def _plan(
     problem: TransferProblem,
     recomputations: Sequence[Recomputation],
     config: Options,
+    budget: StepBudget | None,
 ) -> PlannedStep:
     """Plan the offloads that remain after :func:`_recompute`."""
     plan = plan_offloads(
@@ -328,7 +367,7 @@ def _plan(
         problem,
         move_all=config.policy == "all",
         max_slowdown=config.max_slowdown,
-        memory_budget_bytes=config.memory_budget_bytes,
+        budget=budget,
     )
     if recomputations:
         plan = add_recomputations(plan, analysis, recomputations)

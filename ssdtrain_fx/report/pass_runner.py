@@ -199,12 +199,13 @@ def _analyse(joint: ScheduledJointGraph, config: OffloadConfig) -> Analysis:
 def _make_plan(joint: ScheduledJointGraph, config: OffloadConfig) -> tuple[Analysis, Plan]:
     analysis = _analyse(joint, config)
     hardware = _hardware(joint, config)
+    budget = config.find_budget(_inputs(joint))
     plan = plan_offloads(
         analysis,
         pose_problem(analysis, hardware=hardware, host=config.host_tier(hardware)),
         move_all=config.policy == "all",
         max_slowdown=config.max_slowdown,
-        memory_budget_bytes=config.memory_budget_bytes,
+        budget=config.budget_of_plan(budget, hardware),
     )
     return analysis, plan
 
@@ -214,7 +215,11 @@ def _hardware(joint: ScheduledJointGraph, config: OffloadConfig) -> Hardware:
 
 
 def _device(joint: ScheduledJointGraph) -> str:
-    return device_of([node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")])
+    return device_of(_inputs(joint))
+
+
+def _inputs(joint: ScheduledJointGraph) -> list[Any]:
+    return [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]
 
 
 def _describe_intervals(

@@ -125,8 +125,8 @@ def rok(
     Args:
         make_model: called once per batch size. The model must compile to one graph, with a loss that needs gradients.
         max_slowdowns: makes one plan each: the lowest peak that costs at most this share of the step time.
-        memory_budgets_bytes: makes one plan each: the least added time with a peak below this. Budgets that cannot be
-            met are listed in ``RokCurve.skipped``.
+        memory_budgets_bytes: makes one plan each: the least added time if a step adds at most this to the memory of the
+            process. Budgets that cannot be met are listed in ``RokCurve.skipped``.
         make_recomputing_model: the same model with every layer checkpointed; None skips ``recompute``.
         config: all other options. Plans are made for ``inner="inductor"`` and ``policy="auto"``.
 
@@ -183,12 +183,12 @@ class _Planner:
 
     def plan(self, strategy: Strategy, config: OffloadConfig) -> RokPoint:
         plan = self._plan(dataclasses.replace(config, recompute=strategy == "mixed"))
-        budget_bytes = config.memory_budget_bytes
+        budget = config.find_budget()
         return RokPoint(
             strategy=strategy,
             batch=self.batch,
-            max_slowdown=config.max_slowdown if budget_bytes is None else None,
-            memory_budget_bytes=budget_bytes,
+            max_slowdown=config.max_slowdown if budget is None else None,
+            memory_budget_bytes=None if budget is None else budget.size_bytes,
             predicted=RokOutcome(peak_bytes=plan.peak_after_bytes, step_s=plan.step_s + plan.exposed_s),
         )
 
@@ -199,6 +199,7 @@ class _Planner:
             num_forward_outputs=self.num_forward_outputs,
             config=config,
             hardware=self.hardware,
+            budget=config.budget_of_plan(config.find_budget(), self.hardware),
             times=self.times,
         ).plan
 

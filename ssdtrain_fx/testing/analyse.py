@@ -16,7 +16,8 @@ from ssdtrain_fx.passes.decisions.plan_offloads import plan_offloads
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_alias_sets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.planning.plan import Plan
-from ssdtrain_fx.passes.planning.policy import Budget, Policy
+from ssdtrain_fx.passes.planning.policy import Policy
+from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier
 from ssdtrain_fx.passes.rewrites.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.rewrites.verify_offloads import verify_offloads
@@ -94,15 +95,15 @@ class GraphAnalysis:
             hardware = dataclasses.replace(hardware, device="toy GPU", staging_bytes=host_bytes)
             host = HostTier(budget_bytes=host_bytes)
         problem = pose_problem(known, hardware=hardware, host=host)
+        budget = None if budget_bytes is None else StepBudget(size_bytes=budget_bytes)
         if callable(policy):
-            budget = Budget(max_slowdown=max_slowdown, memory_budget_bytes=budget_bytes)
-            return apply_policy(policy, known, problem, budget)
+            return apply_policy(policy, known, problem, max_slowdown=max_slowdown, budget=budget)
         return plan_offloads(
             known,
             problem,
             move_all=policy == "all",
             max_slowdown=max_slowdown,
-            memory_budget_bytes=budget_bytes,
+            budget=budget,
         )
 
     def rewrite(self, plan: Plan) -> ScheduledJointGraph:

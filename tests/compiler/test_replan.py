@@ -11,9 +11,11 @@ from steps import FAST_DISK
 from test_training_loops import INNERS, Tower, everything
 from torch import Tensor
 
-from ssdtrain_fx import Statistics, backend
+from ssdtrain_fx import OffloadConfig, Statistics, backend
+from ssdtrain_fx import config as config_module
 from ssdtrain_fx.compiler import dynamo_backend
 from ssdtrain_fx.compiler.replan import DRIFT_FACTOR, DRIFT_STEPS, REPLAN_INTERVAL_S, Drift, has_static_shapes
+from ssdtrain_fx.machine.memory_limit import MemoryLimit
 from ssdtrain_fx.testing import assert_same_bits, gradients_of
 
 PLANNED = FAST_DISK.write.bytes_per_s
@@ -92,9 +94,9 @@ def test_gradients_are_the_same_before_across_and_after_a_new_plan(
     rates: list[float] = []
     compile_once = dynamo_backend._compile_once
 
-    def compile_and_note(gm: Any, inputs: Any, config: Any, mode: Any) -> Any:
+    def compile_and_note(gm: Any, inputs: Any, config: Any, mode: Any, budget: Any = None) -> Any:
         rates.append(config.hardware.write.bytes_per_s)
-        return compile_once(gm, inputs, config, mode)
+        return compile_once(gm, inputs, config, mode, budget)
 
     monkeypatch.setattr(dynamo_backend, "_compile_once", compile_and_note)
     monkeypatch.setattr(dynamo_backend, "statistics", lambda: SLOW)
@@ -120,3 +122,29 @@ def test_gradients_are_the_same_before_across_and_after_a_new_plan(
     rates.clear()
     assert_same_bits(train(backend(config)), expected)
     assert rates == [PLANNED]
+
+
+def test_a_new_plan_keeps_the_automatic_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some steps, the process holds the memory of a step. So too little seems to be left for another one."""
+    left = iter([1 << 30, 1 << 20])
+    monkeypatch.setattr(
+        config_module,
+        "read_memory_limit",
+        lambda: MemoryLimit(limit_bytes=1 << 40, used_bytes=(1 << 40) - next(left), source=""),
+    )
+    budgets: list[Any] = []
+    compile_with_aot_eager = dynamo_backend.compile_with_aot_eager
+
+    def compile_and_note(*arguments: Any, budget: Any) -> Any:
+        budgets.append(budget)
+        return compile_with_aot_eager(*arguments, budget=budget)
+
+    monkeypatch.setattr(dynamo_backend, "compile_with_aot_eager", compile_and_note)
+    monkeypatch.setattr(dynamo_backend, "statistics", lambda: SLOW)
+    config = OffloadConfig(inner="aot_eager", memory_budget_bytes="auto", hardware=FAST_DISK, replan="auto")
+    compiled = torch.compile(Tower(), backend=backend(config))
+    for _ in range(DRIFT_STEPS + 1):
+        compiled(torch.randn(8, 32)).backward()
+    first, second = budgets
+    assert first == second
+    assert first.size_bytes > 1 << 29

@@ -49,12 +49,14 @@ def three_layers() -> CapturedStep:
 
 
 def rewrite(step: CapturedStep, **options: Any) -> OffloadedStep:
+    config = OffloadConfig(**{"inner": "aot_eager", "min_tensor_bytes": 0, **options})
     return offload_saved_tensors(
         step.forward,
         step.backward,
         num_forward_outputs=step.num_forward_outputs,
-        config=OffloadConfig(**{"inner": "aot_eager", "min_tensor_bytes": 0, **options}),
+        config=config,
         hardware=toy(1e12),
+        budget=config.find_budget(),  # all of it for the plan
         describe=True,
     )
 

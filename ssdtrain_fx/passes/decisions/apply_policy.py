@@ -22,12 +22,20 @@ from ssdtrain_fx.passes.planning.place_transfers import Choice
 from ssdtrain_fx.passes.planning.plan import Keep, Plan
 from ssdtrain_fx.passes.planning.policy import Budget, Costs, Decision, Policy, StepAnalysis
 from ssdtrain_fx.passes.planning.simulate import live_bytes, simulate
+from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, Placements, TransferProblem
 
 KEPT_BY_POLICY = "the policy does not offload it"
 
 
-def apply_policy(policy: Policy, analysis: Analysis, problem: TransferProblem, budget: Budget) -> Plan:
+def apply_policy(
+    policy: Policy,
+    analysis: Analysis,
+    problem: TransferProblem,
+    *,
+    max_slowdown: float,
+    budget: StepBudget | None = None,
+) -> Plan:
     """Make the plan that ``policy`` decides on.
 
     Args:
@@ -35,22 +43,26 @@ def apply_policy(policy: Policy, analysis: Analysis, problem: TransferProblem, b
 
     Raises:
         PolicyError: a decision is illegal. The message names the storage and the reason.
-        BudgetError: the plan's peak is above ``budget.memory_budget_bytes``.
+        BudgetError: the plan's peak is above the budget.
     """
     step = _describe_step(analysis, problem)
     costs = Costs(problem, step.movables)
-    decisions = _check(policy, step, policy(step, costs, budget))
+    peak_bytes = None if budget is None else budget.peak_bytes
+    limits = Budget(max_slowdown=max_slowdown, memory_budget_bytes=peak_bytes)
+    decisions = _check(policy, step, policy(step, costs, limits))
     placements = costs.placements(decisions)
     _check_host_tier(policy, problem, step.movables, placements)
     choice = Choice(placements, simulate(problem, placements), ssd_speedup=1.0)
     reasons = {name: decision.reason for name, decision in decisions.items() if isinstance(decision, Keep)}
     plan = describe_plan(analysis, problem, choice, reason_not_moved=KEPT_BY_POLICY, reasons=reasons)
-    if budget.memory_budget_bytes is not None and plan.peak_after_bytes > budget.memory_budget_bytes:
+    if budget is not None and plan.peak_after_bytes > budget.peak_bytes:
         raise BudgetError(
             plan.floor_bytes,
-            f"memory_budget_bytes is {budget.memory_budget_bytes}, but the predicted activation peak with policy "
-            f"{display_name(policy)} is {plan.peak_after_bytes} bytes. Raise the budget, or let the policy offload "
-            f"more: offloading everything reaches {plan.floor_bytes} bytes.",
+            f"memory_budget_bytes is {budget.size_bytes}, but the predicted activation peak with policy "
+            f"{display_name(policy)} is {plan.peak_after_bytes} bytes. Raise the budget to "
+            f"{budget.size_for(plan.peak_after_bytes)} bytes, or let the policy offload more: offloading everything "
+            f"reaches a peak of {plan.floor_bytes} bytes.",
+            reached_bytes=plan.peak_after_bytes,
         )
     return plan
 

@@ -28,6 +28,7 @@ from ssdtrain_fx.passes.planning.place_transfers import (
 )
 from ssdtrain_fx.passes.planning.plan import Keep, Offload, Peak, Plan, PlannedDecision, Recompute, SavedStorage
 from ssdtrain_fx.passes.planning.reserve_time import reserve_time
+from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placements, TransferProblem
 from ssdtrain_fx.passes.planning.use_host_tier import use_host_tier
 
@@ -43,7 +44,7 @@ def plan_offloads(
     *,
     move_all: bool = False,
     max_slowdown: float,
-    memory_budget_bytes: int | None = None,
+    budget: StepBudget | None = None,
 ) -> Plan:
     """Decide about every candidate, and predict peak and time before and after.
 
@@ -52,8 +53,7 @@ def plan_offloads(
         move_all: offload every storage that may be offloaded, at any cost.
         max_slowdown: choose the lowest peak that adds at most this share to the step. For a graph in a chain, offload
             as many bytes as this share allows.
-        memory_budget_bytes: if set, take the least time whose peak stays within this budget, and offload no more than
-            that needs.
+        budget: if set, take the least time whose peak stays within it, and offload no more than that needs.
 
     Raises:
         BudgetError: no placement brings the predicted peak within the budget.
@@ -63,14 +63,16 @@ def plan_offloads(
     reason_not_moved = KEPT_ELSEWHERE
     if move_all:
         choice = use_host_tier(problem, choose_all(without_host))
-    elif memory_budget_bytes is not None:
-        found = choose_cheapest(without_host, budget_bytes=memory_budget_bytes)
+    elif budget is not None:
+        found = choose_cheapest(without_host, budget_bytes=budget.peak_bytes)
         if found is None:
             raise BudgetError(
                 floor,
-                f"memory_budget_bytes is {memory_budget_bytes}, but the predicted activation peak of this graph cannot "
+                f"memory_budget_bytes is {budget.size_bytes}, but the predicted activation peak of this graph cannot "
                 f"get below {floor} bytes (without offloading: {_find_peak(analysis, {}).size_bytes}). "
-                f"Raise the budget to {floor} bytes or more, or lower the batch size or min_tensor_bytes.",
+                f"Raise the budget to {budget.size_for(floor)} bytes or more, or lower the batch size or "
+                "min_tensor_bytes.",
+                reached_bytes=floor,
             )
         choice, reason_not_moved = use_host_tier(problem, found, time_first=True), KEPT_FITS
     elif analysis.activations:

@@ -102,7 +102,7 @@ class Budget:
     max_slowdown: float
     """A share of ``Costs.step_s``. It is advice: a plan that exceeds it is accepted."""
     memory_budget_bytes: int | None
-    """A plan with a higher peak is rejected."""
+    """What the user's budget leaves for the peak of the plan. A plan with a higher peak is rejected."""
 
 
 Policy = Callable[[StepAnalysis, Costs, Budget], Mapping[str, Decision]]

@@ -158,6 +158,7 @@ def test_what_comes_back_is_another_storage(what: str | Program) -> None:
         num_forward_outputs=step.num_forward_outputs,
         config=OffloadConfig(inner="aot_eager", min_tensor_bytes=0, policy="all"),
         hardware=toy_hardware(1e12),
+        budget=None,
         describe=True,
     )
     assert rewritten.timeline is not None

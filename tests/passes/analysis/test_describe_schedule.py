@@ -30,6 +30,7 @@ def described(step: CapturedStep, *, disk: float, policy: str = "auto") -> tuple
         num_forward_outputs=step.num_forward_outputs,
         config=OffloadConfig(inner="aot_eager", min_tensor_bytes=0, max_slowdown=1.0, policy=policy),
         hardware=machine(disk),
+        budget=None,
         describe=True,
     )
     assert rewritten.timeline is not None

@@ -32,6 +32,7 @@ def rewrite(step: CapturedStep, *, disk: float = 1.0, **options: Any) -> Offload
         num_forward_outputs=step.num_forward_outputs,
         config=config,
         hardware=machine(disk),
+        budget=config.find_budget(),  # all of it for the plan
     )
 
 

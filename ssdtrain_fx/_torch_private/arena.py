@@ -1,4 +1,4 @@
-"""Builds and loads ``arena.cpp``: memory for compiled steps on a CPU, through torch's C++ allocator interface.
+"""Builds and loads ``arena_cpp/``: memory for compiled steps on a CPU, through torch's C++ allocator interface.
 
 The library is built once per version of torch, with the compiler that Inductor needs on a CPU anyway, in about two
 seconds. It is kept in ``$XDG_CACHE_HOME/ssdtrain_fx``, else in ``~/.cache/ssdtrain_fx``.
@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-SOURCE = Path(__file__).with_name("arena.cpp")
+SOURCES = Path(__file__).with_name("arena_cpp")
 BUILD_TIMEOUT_S = 300
 MIN_BYTES = 64 << 10
-"""Smaller tensors do not come from the arena. The same as in ``arena.cpp``."""
+"""Smaller tensors do not come from the arena. The same as in ``arena_cpp/range.h``."""
 
 
 class ArenaUnavailableError(Exception):
@@ -43,7 +43,7 @@ class ArenaState(NamedTuple):
 
 
 class ArenaLibrary:
-    """The functions of ``arena.cpp``. They keep the GIL, because they are shorter than passing it on."""
+    """The functions of ``arena_cpp/arena.cpp``. They keep the GIL, because they are shorter than passing it on."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if ``path`` cannot be loaded."""
@@ -51,11 +51,15 @@ class ArenaLibrary:
         self._install = library["ssdtrain_arena_install"]
         self._install.argtypes, self._install.restype = [ctypes.c_size_t], ctypes.c_bool
         self.enter = library["ssdtrain_arena_enter"]
+        """Takes the number of a graph, or 0. Returns whether the thread was inside."""
+        self.enter.argtypes, self.enter.restype = [ctypes.c_int64], ctypes.c_bool
         self.leave = library["ssdtrain_arena_leave"]
+        """Takes what ``enter`` has returned."""
+        self.leave.argtypes, self.leave.restype = [ctypes.c_bool], None
         self.trim = library["ssdtrain_arena_trim"]
         """Returns what is free to the system."""
         self.reset_peaks = library["ssdtrain_arena_reset_peaks"]
-        for function in (self.enter, self.leave, self.trim, self.reset_peaks):
+        for function in (self.trim, self.reset_peaks):
             function.argtypes, function.restype = [], None
         self.is_inside = library["ssdtrain_arena_is_inside"]
         self.is_inside.argtypes, self.is_inside.restype = [], ctypes.c_bool
@@ -85,7 +89,7 @@ class ArenaLibrary:
         unused_milliseconds: int = 10_000,
         poison: bool = False,
     ) -> None:
-        """Change the settings of ``arena.cpp``, which says what they mean. For tests; the defaults are those there."""
+        """Change ``Settings`` of ``arena_cpp/range.h``, which says what they mean. For tests."""
         self._configure(min_bytes, unused_runs, unused_milliseconds, poison)
 
     def describe(self) -> ArenaState:
@@ -102,9 +106,20 @@ def load_arena_library() -> ArenaLibrary:
         ArenaUnavailableError: there is no C++ compiler, or it fails.
     """
     root = Path(torch.__file__).parent
-    command = [_compiler(), "-std=c++20", "-O2", "-shared", "-fPIC", "-w", f"-I{root / 'include'}", str(SOURCE)]
+    command = [
+        _compiler(),
+        "-std=c++20",
+        "-O2",
+        "-shared",
+        "-fPIC",
+        "-w",
+        f"-I{root / 'include'}",
+        str(SOURCES / "arena.cpp"),
+    ]
     command += [f"-L{root / 'lib'}", "-lc10"]
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.read_bytes())
     digest.update(repr((command, torch.__version__, platform.machine())).encode())
     try:
         directory = _cache_directory()

@@ -6,7 +6,7 @@ them and lets the next layer touch fresh pages. So what a step saves would not s
 While compiled code runs, the tensors of its thread come from the arena: intermediates, saved tensors, workspaces of
 kernels, and reloaded tensors. What the caller receives keeps its block for as long as it lives. Tensors of other
 threads, of code that is not compiled by this backend, and of less than 64 KiB come from torch's own allocator.
-``_torch_private/arena.cpp`` says what the arena guarantees.
+``_torch_private/arena_cpp/`` says what the arena guarantees.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import ctypes
 import dataclasses
 import functools
 import gc
+import itertools
 import logging
 import os
 import resource
@@ -87,13 +88,15 @@ class StepMemory:
     def inside(self) -> Generator[None]:
         """A block in which the tensors of this thread come from the arena, as in compiled code."""
         library = self.library
+        if library is None:
+            yield
+            return
+        was_inside = False
         try:
-            if library is not None:
-                library.enter()
+            was_inside = library.enter(0)
             yield
         finally:
-            if library is not None:
-                library.leave()
+            library.leave(was_inside)
 
     def trim(self) -> None:
         """Return free memory to the system."""
@@ -143,6 +146,8 @@ class StepMemory:
 
 
 step_memory = StepMemory()
+_graphs = itertools.count(1)
+"""Numbers for compiled graphs. The arena learns the layout of a step from the order in which they run."""
 os.register_at_fork(after_in_child=step_memory.forget_after_fork)
 
 
@@ -158,7 +163,7 @@ def in_step_memory(call: Callable[[Any], Any], *, planned_peak_bytes: int) -> Ca
     ``planned_peak_bytes`` is the peak that the plan predicts for the step.
     """
 
-    is_first = True
+    is_first, graph = True, next(_graphs)
 
     @functools.wraps(call)
     def run(args: Any) -> Any:
@@ -170,11 +175,12 @@ def in_step_memory(call: Callable[[Any], Any], *, planned_peak_bytes: int) -> Ca
             is_first = False
             step_memory.planned_peak_bytes = max(step_memory.planned_peak_bytes, planned_peak_bytes)
             _return_garbage_of_compiling()
+        was_inside = False
         try:
-            library.enter()
+            was_inside = library.enter(graph)
             return call(args)
         finally:
-            library.leave()
+            library.leave(was_inside)
 
     return run
 

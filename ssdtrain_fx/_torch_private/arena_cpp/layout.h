@@ -6,7 +6,7 @@
 // J. Lee, Efficient Memory Management for Deep Neural Net Inference, 2020: "greedy by size").
 //
 // A layout is only advice. `Range` takes it where the place is free, else it falls back to best fit. So a step that
-// differs from what was learned costs memory, never data.
+// differs from what was learned costs memory, never data. If several steps in a row differ, the next ones are observed.
 
 #pragma once
 
@@ -31,29 +31,27 @@ class Layout {
 
   // A graph begins to run. Returns the site of its first allocation.
   Site begin_run(int64_t graph) {
-    if (is_observing_) {
-      window_.push_back({graph, {}});
-      return {static_cast<int64_t>(window_.size()) - 1, epoch_, 0};
-    }
-    for (size_t ahead = 0; ahead < step_.size(); ++ahead) {
-      size_t position = (next_ + ahead) % step_.size();
-      if (step_[position].graph == graph) {
-        next_ = (position + 1) % step_.size();
-        return {static_cast<int64_t>(position), epoch_, 0};
+    if (!is_observing_ && !step_.empty()) {
+      if (auto position = find(graph)) {
+        if (*position < next_)
+          end_step();
+        next_ = *position + 1;
+        unknown_runs_ = 0;
+        if (!is_observing_)
+          return {static_cast<int64_t>(*position), epoch_, 0};
+      } else if (++unknown_runs_ > MAX_UNKNOWN_STEPS * step_.size()) {
+        observe();
       }
     }
-    return {};
+    if (!is_observing_)
+      return {};
+    window_.push_back({graph, {}});
+    return {static_cast<int64_t>(window_.size()) - 1, epoch_, 0};
   }
 
   // A run ended. Returns whether a layout was learned with it.
   bool end_run() {
-    if (is_observing_)
-      return learn();
-    if (misses_ > MAX_MISSES && misses_ > hits_ / 4 && epoch_ < MAX_EPOCHS)
-      observe();
-    if (hits_ + misses_ > 100 * MAX_MISSES)
-      hits_ = misses_ = 0;
-    return false;
+    return is_observing_ && learn();
   }
 
   // Where the next block of a run belongs; nothing if that is not known.
@@ -99,8 +97,8 @@ class Layout {
  private:
   static constexpr size_t MAX_RUNS = 4096;
   static constexpr size_t MAX_BLOCKS = 32768;
-  static constexpr size_t MAX_MISSES = 64;
-  static constexpr uint64_t MAX_EPOCHS = 16;
+  static constexpr size_t HITS_PER_MISS = 4;
+  static constexpr size_t MAX_UNKNOWN_STEPS = 4;
 
   struct Block {
     size_t bytes = 0;
@@ -113,7 +111,32 @@ class Layout {
   struct Run {
     int64_t graph;
     std::vector<Block> blocks;
+
+    bool is_like(const Run& other) const {
+      auto same_size = [](const Block& one, const Block& another) { return one.bytes == another.bytes; };
+      return graph == other.graph &&
+          std::equal(blocks.begin(), blocks.end(), other.blocks.begin(), other.blocks.end(), same_size);
+    }
   };
+
+  // The next run of the graph in the step.
+  std::optional<size_t> find(int64_t graph) const {
+    for (size_t ahead = 0; ahead < step_.size(); ++ahead) {
+      size_t position = (next_ + ahead) % step_.size();
+      if (step_[position].graph == graph)
+        return position;
+    }
+    return std::nullopt;
+  }
+
+  // A disk that is slow for a moment keeps tensors in memory, so a step or two may differ.
+  void end_step() {
+    bool differs = misses_ > hits_ / HITS_PER_MISS;
+    hits_ = misses_ = 0;
+    different_steps_ = differs ? different_steps_ + 1 : 0;
+    if (different_steps_ > 2 + lessons_)
+      observe();
+  }
 
   bool is_known(Site site) const {
     return site.run >= 0 && site.epoch == epoch_;
@@ -124,7 +147,7 @@ class Layout {
     ++epoch_;
     window_.clear();
     step_.clear();
-    hits_ = misses_ = block_count_ = end_ = next_ = 0;
+    block_count_ = end_ = next_ = different_steps_ = unknown_runs_ = hits_ = misses_ = 0;
   }
 
   // If the window ends with one sequence of graphs twice, place the blocks of the first.
@@ -138,6 +161,7 @@ class Layout {
         size_t first = window_.size() - 2 * length;
         step_.assign(window_.begin() + first, window_.begin() + first + length);
         place_all(first_tick(first + length) - first_tick(first));
+        ++lessons_;
         stop_observing();
         return true;
       }
@@ -153,7 +177,7 @@ class Layout {
   bool repeats(size_t length) const {
     std::set<int64_t> graphs;
     for (size_t run = window_.size() - length; run < window_.size(); ++run) {
-      if (window_[run].graph != window_[run - length].graph)
+      if (!window_[run].is_like(window_[run - length]))
         return false;
       graphs.insert(window_[run].graph);
     }
@@ -208,10 +232,13 @@ class Layout {
 
   bool is_observing_ = true;
   uint64_t epoch_ = 1;
+  uint64_t lessons_ = 0;
+  uint64_t different_steps_ = 0;
   uint64_t tick_ = 0;
   std::vector<Run> window_;
   std::vector<Run> step_;
   size_t next_ = 0;
+  size_t unknown_runs_ = 0;
   size_t hits_ = 0;
   size_t misses_ = 0;
   size_t block_count_ = 0;

@@ -71,10 +71,7 @@ def main() -> None:
         held: dict[int, Blocks] = {}
         blocks = Blocks()
         if runs:
-            graphs = [
-                in_step_memory(lambda args, run=run: allocate_as_a_graph(run, args[0], addresses), planned_peak_bytes=0)
-                for run in runs
-            ]
+            graphs = [as_a_graph(run, addresses) for run in runs]
             for _, graph in sequence:
                 new = Blocks()
                 graphs[graph](new)

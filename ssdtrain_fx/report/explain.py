@@ -13,7 +13,8 @@ from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.passes.pipeline import OffloadedStep
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, Endurance
 from ssdtrain_fx.report.graph_report import GraphReport
-from ssdtrain_fx.report.report import Report
+from ssdtrain_fx.report.report import MeasuredPeak, Report
+from ssdtrain_fx.runtime.memory.step_memory import memory_stats
 
 
 def explain(
@@ -61,4 +62,8 @@ def explain(
         for step in steps
         if step.timeline is not None  # never None here: observed steps have one
     )
-    return Report(graphs, rated_endurance_bytes)
+    memory = memory_stats()
+    measured = None
+    if memory.planned_peak_bytes:
+        measured = MeasuredPeak(memory.allocated_peak_bytes, memory.planned_peak_bytes)
+    return Report(graphs, rated_endurance_bytes, measured)

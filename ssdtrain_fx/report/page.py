@@ -21,18 +21,18 @@ from ssdtrain_fx.report.table import Row
 PLACE_OF_DATA = "/*REPORT*/"
 
 
-def render_page(graphs: Sequence[GraphReport], *, rated_endurance_bytes: int) -> str:
+def render_page(graphs: Sequence[GraphReport], *, rated_endurance_bytes: int, measured: str = "") -> str:
     """Return the page as text.
 
     Args:
         rated_endurance_bytes: of the drive whose lifetime is shown.
+        measured: what the steps of this process have used so far; "" if none has run.
     """
     template = importlib.resources.files("ssdtrain_fx.report").joinpath("page.html").read_text(encoding="utf-8")
     before, after = template.split(PLACE_OF_DATA)
     # An unescaped "<" could close the script element that holds the data.
-    data = json.dumps(_page_data(graphs, rated_endurance_bytes), separators=(",", ":"), ensure_ascii=False).replace(
-        "<", "\\u003c"
-    )
+    content = _page_data(graphs, rated_endurance_bytes) | {"measured": measured}
+    data = json.dumps(content, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     return before + data + after
 
 

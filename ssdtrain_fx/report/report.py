@@ -15,9 +15,26 @@ from ssdtrain_fx.report.graph_report import EMPTY, GraphReport
 from ssdtrain_fx.report.page import render_page
 from ssdtrain_fx.report.plain_values import from_plain
 from ssdtrain_fx.report.table import Sort
+from ssdtrain_fx.units import format_bytes
 
 SCHEMA = "ssdtrain_fx.report/3"
 """Incremented when an existing field changes; new fields do not count."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeasuredPeak:
+    """The memory of the compiled steps that this process has run on a CPU before ``explain``."""
+
+    allocated_bytes: int
+    """The most that they have used at a time."""
+    planned_bytes: int
+    """What their plans predict."""
+
+    def __str__(self) -> str:
+        return (
+            f"measured {format_bytes(self.allocated_bytes)} at the peak of the steps that this process has run so far; "
+            f"their plans predict {format_bytes(self.planned_bytes)}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,6 +45,8 @@ class Report:
     """One per compiled graph: several when Dynamo breaks the graph, none for code without gradients."""
     rated_endurance_bytes: int = ASSUMED_ENDURANCE_BYTES
     """Rating of the drive whose lifetime is predicted."""
+    measured: MeasuredPeak | None = None
+    """None if no compiled step has run."""
 
     @property
     def plan(self) -> Plan:
@@ -66,6 +85,8 @@ class Report:
             title = f"graph {idx} of {len(self.graphs)}: " if len(self.graphs) > 1 else ""
             summary = graph.summary(self.rated_endurance_bytes)
             parts.append(f"{title}{summary}\n{graph.where()}\n{graph.decided()}\n{graph.costs}\n\n{graph.table(sort)}")
+        if self.measured is not None:
+            parts.append(str(self.measured))
         return "\n\n".join(parts)
 
     def diff(self) -> str:
@@ -98,7 +119,8 @@ class Report:
 
     def save(self, path: str | Path) -> Path:
         """Write one HTML page that needs no network and no other file. Returns its path."""
-        page = render_page(self.graphs, rated_endurance_bytes=self.rated_endurance_bytes)
+        measured = "" if self.measured is None else str(self.measured)
+        page = render_page(self.graphs, rated_endurance_bytes=self.rated_endurance_bytes, measured=measured)
         target = Path(path)
         target.write_text(page, encoding="utf-8")
         return target

@@ -7,6 +7,7 @@ module is imported.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ from torch import Tensor
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.handles.tickets import Reloading, Tickets
 from ssdtrain_fx.runtime.handles.tokens import Owner, make_token
-from ssdtrain_fx.runtime.memory.step_memory import step_memory
+from ssdtrain_fx.runtime.memory.step_memory import memory_stats, step_memory
 from ssdtrain_fx.runtime.op_contract import LIBRARY
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.trace import record
@@ -108,7 +109,12 @@ for _name, _real in (("offload", _offload), ("release", _release), ("reload", _r
 
 def statistics() -> Statistics:
     """What all engines of this process have done and hold now."""
-    return _engines.statistics()
+    memory = memory_stats()
+    return dataclasses.replace(
+        _engines.statistics(),
+        allocated_peak_bytes=memory.allocated_peak_bytes,
+        planned_peak_bytes=memory.planned_peak_bytes,
+    )
 
 
 def empty_cache() -> None:

@@ -12,6 +12,8 @@ _GAUGES = _RATES | {
     "in_flight_bytes",
     "staging_bytes",
     "idle_bytes",
+    "allocated_peak_bytes",
+    "planned_peak_bytes",
     "io_path",
 }
 
@@ -69,6 +71,10 @@ class Statistics:
     """Host memory of the staging buffers."""
     idle_bytes: int = 0
     """Memory of reloaded CPU tensors that have died, kept for later reloads."""
+    allocated_peak_bytes: int = 0
+    """The most memory that compiled steps on a CPU have used at a time; more in ``memory_stats()``."""
+    planned_peak_bytes: int = 0
+    """What their plans predict: the highest of all graphs that have run."""
     write_bytes_per_s: float | None = None
     """Rate of the disk in one direction while the other direction is idle, averaged over the last transfers; None until
     enough transfers were in flight together to keep it busy."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from memory_limit import KINDS, TOUCH, LimitedRun, NotEnforced, find_kind, run_limited, why_not
 from steps import FAST_DISK
 from test_training_loops import Tower
 
@@ -22,6 +21,7 @@ from ssdtrain_fx import OffloadConfig, backend, config, explain
 from ssdtrain_fx.compiler.inductor import OffloadPartitioner
 from ssdtrain_fx.machine.memory_limit import MemoryLimit
 from ssdtrain_fx.passes.policy import Budget, Costs, Decision, StepAnalysis
+from ssdtrain_fx.studies.limited_process import KINDS, TOUCH, LimitedRun, NotEnforced, find_kind, run_limited, why_not
 
 MIB = 1 << 20
 

@@ -252,12 +252,13 @@ class Worker:
     program: ClassVar[tuple[str, ...]] = ("-m", "ssdtrain_fx.studies.trainer")
     """Arguments of Python that start a process. Tests put a faulty one here."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, prefix: Sequence[str] = ()) -> None:
+        """``prefix`` goes before the command of the process, such as that of a memory limit."""
         self.run = run
         self.steps_done = 0
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed in close()
         self._process = subprocess.Popen(
-            [sys.executable, *self.program, json.dumps(dataclasses.asdict(run))],
+            [*prefix, sys.executable, *self.program, json.dumps(dataclasses.asdict(run))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

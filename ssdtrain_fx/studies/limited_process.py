@@ -1,7 +1,10 @@
-"""Run a Python program under a memory limit that the kernel enforces.
+"""Processes under a memory limit that the kernel enforces.
 
     done = run_limited(PROGRAM, limit_bytes=200 << 20)
-    if isinstance(done, NotEnforced): pytest.skip(done.reason)
+    if isinstance(done, NotEnforced): print(done.reason)
+
+    with limit("cgroup v1", 900 << 20) as prefix:
+        subprocess.run([*prefix, sys.executable, "train.py"])
 
 A new cgroup holds the program: in cgroup v1 below the cgroup of this process, in cgroup v2 where the memory controller
 is handed down. Swap is off in it. Where no cgroup can be made, ``RLIMIT_DATA`` limits the private memory of the
@@ -19,7 +22,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -56,6 +59,17 @@ class NotEnforced:
 
 Enter = Callable[[int], AbstractContextManager[str]]
 """Prepares a limit of some bytes. Gives the shell command by which a process puts itself under it."""
+
+
+@contextlib.contextmanager
+def limit(kind: str, limit_bytes: int) -> Generator[list[str]]:
+    """A limit for all processes whose command begins with the yielded words. They must end within the block.
+
+    Raises:
+        OSError: there is no such limit here.
+    """
+    with KINDS[kind](limit_bytes) as enter:
+        yield ["sh", "-c", f'{enter} && exec "$@"', "sh"]
 
 
 def run_limited(
@@ -101,9 +115,9 @@ def why_not(kind: str) -> str | None:
 
 
 def _run(kind: str, program: str, arguments: Sequence[str], limit_bytes: int, timeout_s: float) -> LimitedRun:
-    with KINDS[kind](limit_bytes) as enter:
+    with limit(kind, limit_bytes) as prefix:
         done = subprocess.run(
-            ["sh", "-c", f'{enter} && exec "$@"', "sh", sys.executable, "-c", program, *arguments],
+            [*prefix, sys.executable, "-c", program, *arguments],
             capture_output=True,
             text=True,
             check=False,
@@ -113,12 +127,12 @@ def _run(kind: str, program: str, arguments: Sequence[str], limit_bytes: int, ti
 
 
 @contextlib.contextmanager
-def _resource_limit(limit_bytes: int) -> Iterator[str]:
+def _resource_limit(limit_bytes: int) -> Generator[str]:
     yield f"ulimit -d {limit_bytes // 1024}"
 
 
 @contextlib.contextmanager
-def _cgroup(version: CgroupVersion, limit_bytes: int) -> Iterator[str]:
+def _cgroup(version: CgroupVersion, limit_bytes: int) -> Generator[str]:
     directory = _make_cgroup(version)
     try:
         (directory / version.limit).write_text(str(limit_bytes))
@@ -139,7 +153,7 @@ def _make_cgroup(version: CgroupVersion) -> Path:
         # process.
         parents = ancestors[:1] if version == V1 else [one for one in ancestors[:2] if _hands_memory_down(one)]
         for parent in parents:
-            directory = parent / f"ssdtrain-test-{uuid.uuid4().hex[:12]}"
+            directory = parent / f"ssdtrain-{uuid.uuid4().hex[:12]}"
             try:
                 directory.mkdir()
             except OSError as error:

@@ -8,7 +8,7 @@ equal options share Inductor's cache, so only the first of them compiles; it doe
 compilation needs says nothing about training. ``--cold`` compiles under the limit too.
 
 With ``--unlimited``, each contender that trains takes turns with the same contender without a limit: the ratio says
-what the limit costs. ``ssdtrain`` plans with ``max_slowdown``, which may be given, as in ``--option max_slowdown=0.05``.
+what the limit costs. ``ssdtrain`` plans with ``max_slowdown``, which may be given: ``--option max_slowdown=0.05``.
 """
 
 from __future__ import annotations

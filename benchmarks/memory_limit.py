@@ -173,7 +173,7 @@ def main() -> int:
     return 0
 
 
-def measure(chosen: argparse.Namespace, kind: str, sizes: Mapping[str, int], options: dict[str, Any]) -> list[Outcome]:
+def measure(chosen: argparse.Namespace, kind: str, sizes: Mapping[str, Any], options: dict[str, Any]) -> list[Outcome]:
     """All contenders under all limits."""
     outcomes: list[Outcome] = []
     for variant in chosen.variant or ["inductor", "ssdtrain"]:

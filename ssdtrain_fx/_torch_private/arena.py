@@ -1,6 +1,6 @@
 """Builds and loads ``arena_cpp/``: memory for compiled steps on a CPU, through torch's C++ allocator interface.
 
-The library is built once per version of torch, with the compiler that Inductor needs on a CPU anyway, in about two
+The library is built once per installation of torch, with the compiler that Inductor needs on a CPU anyway, in about two
 seconds. It is kept in ``$XDG_CACHE_HOME/ssdtrain_fx``, else in ``~/.cache/ssdtrain_fx``.
 """
 
@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -107,7 +108,7 @@ def load_arena_library() -> ArenaLibrary:
     """
     root = Path(torch.__file__).parent
     command = [
-        _compiler(),
+        *_compiler(),
         "-std=c++20",
         "-O2",
         "-shared",
@@ -125,10 +126,10 @@ def load_arena_library() -> ArenaLibrary:
         directory = _cache_directory()
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"arena-{digest.hexdigest()[:16]}.so"
-        if not path.exists():
+        if not path.exists() or path.stat().st_size == 0:  # empty after a power cut
             _build(command, path)
         return ArenaLibrary(path)
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home directory
         raise ArenaUnavailableError(str(error)) from error
 
 
@@ -136,16 +137,19 @@ def _build(command: list[str], path: Path) -> None:
     """Compile under a temporary name, then rename: another process never sees half a library."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".arena-") as directory:
         built = Path(directory) / path.name
-        done = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        done = subprocess.run(
+            [*command, "-o", str(built)], capture_output=True, text=True, errors="replace", timeout=BUILD_TIMEOUT_S
+        )
         if done.returncode != 0:
             raise ArenaUnavailableError(f"`{' '.join(command)}` failed: {done.stderr.strip()[-2000:]}")
         built.replace(path)
 
 
-def _compiler() -> str:
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        if name and shutil.which(name):
-            return name
+def _compiler() -> list[str]:
+    for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++"):
+        words = shlex.split(name)  # such as "ccache g++"
+        if words and shutil.which(words[0]):
+            return words
     raise ArenaUnavailableError("there is no C++ compiler (looked for $CXX, g++, clang++, c++)")
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import fx
 from torch._inductor import config, ir, list_mode_options
 from torch._inductor import lowering as _lowering
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.output_code import OutputCode
@@ -198,7 +198,8 @@ def _run_in_step_memory() -> None:
 
     def generate_end_and_wrap(self: Any, result: Any) -> None:
         generate_end(self, result)
-        if isinstance(V.choices, FuseWithinLevels) and not V.graph.cpp_wrapper:
+        is_inlined = isinstance(self, SubgraphPythonWrapperCodegen)
+        if isinstance(V.choices, FuseWithinLevels) and not V.graph.cpp_wrapper and not is_inlined:
             result.splice(
                 f"""
                 from {STEP_MEMORY_MODULE} import in_step_memory as ssdtrain_in_step_memory

@@ -9,9 +9,9 @@
 // Guarantees:
 //
 // * A block has pages of its own and begins on one, so direct I/O can read and write it without edges.
-// * A block is free as soon as its last tensor dies, on whatever thread that happens.
-// * Freed memory stays mapped, so the next step touches no fresh pages. What no step has used for a while, and what
-//   `trim` is asked for, goes back to the system.
+// * A block is free as soon as its last tensor dies. It may be freed on any thread.
+// * Freed memory stays mapped, so the next step touches no fresh pages. Memory above the blocks that no step has used for
+//   a while goes back to the system; `trim` returns the holes between blocks too.
 // * A forked child inherits the blocks that are in use, and the huge pages that they lie on. It frees none of them and
 //   makes an arena of its own when it needs one.
 // * If the system grants no memory, the allocation goes to the allocator that torch had before.
@@ -48,30 +48,27 @@ size_t reserve_bytes = 0;
 
 struct Thread {
   bool is_inside = false;
+  bool runs_graph = false;
   Layout::Site next;
 };
 
 thread_local Thread thread;
 
-void free_block(void* pointer) {
-  c10::profiledCPUMemoryReporter().Delete(pointer);
-  std::lock_guard<std::mutex> guard(lock());
-  if (current != nullptr && current->contains(pointer))
-    current->free(pointer);
-}
-
+// The deleter of all blocks, and of what `raw_allocate` has returned, which may come from the previous allocator.
 void free_any(void* pointer) {
-  bool ours;
   {
     std::lock_guard<std::mutex> guard(lock());
-    ours = current != nullptr && current->contains(pointer);
+    bool is_block = current != nullptr && current->contains(pointer);
+    if (is_block)
+      current->free(pointer);
     for (const Range* range : inherited())
-      ours = ours || range->holds(pointer);
+      is_block = is_block || range->holds(pointer);
+    if (!is_block) {
+      previous->raw_deleter()(pointer);
+      return;
+    }
   }
-  if (ours)
-    free_block(pointer);
-  else
-    previous->raw_deleter()(pointer);
+  c10::profiledCPUMemoryReporter().Delete(pointer);
 }
 
 void* allocate_block(size_t bytes) {
@@ -96,7 +93,7 @@ class ArenaAllocator final : public c10::Allocator {
       void* memory = allocate_block(bytes);
       if (memory != nullptr) {
         c10::profiledCPUMemoryReporter().New(memory, bytes);
-        return {memory, memory, &free_block, c10::Device(c10::DeviceType::CPU)};
+        return {memory, memory, &free_any, c10::Device(c10::DeviceType::CPU)};
       }
     }
     return previous->allocate(bytes);
@@ -129,6 +126,7 @@ void after_fork_in_child() {
   if (current != nullptr)
     inherited().push_back(current);
   current = nullptr;
+  thread.next = {};
   lock().unlock();
 }
 
@@ -161,6 +159,7 @@ bool ssdtrain_arena_enter(int64_t graph) {
   bool was_inside = thread.is_inside;
   thread.is_inside = true;
   thread.next = {};
+  thread.runs_graph = graph != 0;
   std::lock_guard<std::mutex> guard(lock());
   if (graph != 0 && current != nullptr)
     thread.next = current->begin_run(graph);
@@ -171,12 +170,13 @@ bool ssdtrain_arena_is_inside() {
   return thread.is_inside;
 }
 
-// Ends what `enter` began, and restores what it returned.
+// Ends what `enter` began, and restores what it returned. If a graph runs within another one, the layout of the outer
+// one ends here.
 void ssdtrain_arena_leave(bool was_inside) {
-  thread.is_inside = was_inside;
-  thread.next = {};
+  bool ran_graph = thread.runs_graph;
+  thread = {was_inside, false, {}};
   std::lock_guard<std::mutex> guard(lock());
-  if (current != nullptr)
+  if (ran_graph && current != nullptr)
     current->end_run();
 }
 

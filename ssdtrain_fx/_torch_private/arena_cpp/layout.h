@@ -6,14 +6,13 @@
 // J. Lee, Efficient Memory Management for Deep Neural Net Inference, 2020: "greedy by size").
 //
 // A layout is only advice. `Range` takes it where the place is free, else it falls back to best fit. So a step that
-// differs from what was learned costs memory, never data. If several steps in a row differ, the next ones are observed.
+// differs from what was learned costs memory, never data. After some steps that differ, the next ones are observed.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <optional>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -21,16 +20,16 @@ namespace ssdtrain {
 
 class Layout {
  public:
-  // An allocation of a run. `run` is the position of the run: while observing in the window, later in the step; -1 if
-  // the run is not known. `epoch` says which of the two, and when.
+  // An allocation of a run. `run` is an index into `window_` or, once it is learned, into `step_`; -1 if the run is not
+  // known. It is valid for one epoch.
   struct Site {
     int64_t run = -1;
     uint64_t epoch = 0;
     size_t number = 0;
   };
 
-  // A graph begins to run. Returns the site of its first allocation.
-  Site begin_run(int64_t graph) {
+  // A graph begins to run, with `in_use` bytes in blocks. Returns the site of its first allocation.
+  Site begin_run(int64_t graph, size_t in_use) {
     if (!is_observing_ && !step_.empty()) {
       if (auto position = find(graph)) {
         if (*position < next_)
@@ -45,7 +44,8 @@ class Layout {
     }
     if (!is_observing_)
       return {};
-    window_.push_back({graph, {}});
+    trailing_ = window_.empty() || window_.back().graph != graph ? 1 : trailing_ + 1;
+    window_.push_back({graph, in_use, {}});
     return {static_cast<int64_t>(window_.size()) - 1, epoch_, 0};
   }
 
@@ -95,8 +95,9 @@ class Layout {
   }
 
  private:
-  static constexpr size_t MAX_RUNS = 4096;
+  static constexpr size_t MAX_RUNS = 1024;
   static constexpr size_t MAX_BLOCKS = 32768;
+  static constexpr size_t IN_USE_TOLERANCE = 64;
   static constexpr size_t HITS_PER_MISS = 4;
   static constexpr size_t MAX_UNKNOWN_STEPS = 4;
 
@@ -110,6 +111,7 @@ class Layout {
 
   struct Run {
     int64_t graph;
+    size_t in_use;  // when it began
     std::vector<Block> blocks;
 
     bool is_like(const Run& other) const {
@@ -144,44 +146,51 @@ class Layout {
 
   void observe() {
     is_observing_ = true;
-    ++epoch_;
-    window_.clear();
+    start_window();
     step_.clear();
-    block_count_ = end_ = next_ = different_steps_ = unknown_runs_ = hits_ = misses_ = 0;
+    end_ = next_ = different_steps_ = unknown_runs_ = hits_ = misses_ = 0;
   }
 
   // If the window ends with one sequence of graphs twice, place the blocks of the first.
   bool learn() {
-    if (window_.size() > MAX_RUNS || block_count_ > MAX_BLOCKS) {
-      stop_observing();  // best fit from here on
-      return false;
-    }
-    for (size_t length = 2; length <= window_.size() / 2; ++length)
+    if (window_.size() > MAX_RUNS || block_count_ > MAX_BLOCKS)
+      start_window();
+    // One graph that runs again and again is no step: a step has a forward and a backward.
+    for (size_t length = trailing_ + 1; length <= window_.size() / 2; ++length)
       if (repeats(length)) {
         size_t first = window_.size() - 2 * length;
         step_.assign(window_.begin() + first, window_.begin() + first + length);
         place_all(first_tick(first + length) - first_tick(first));
         ++lessons_;
-        stop_observing();
+        start_window();
+        is_observing_ = false;
+        next_ = 0;
         return true;
       }
     return false;
   }
 
-  void stop_observing() {
+  void start_window() {
     window_.clear();
-    is_observing_ = false;
-    ++epoch_;
+    block_count_ = trailing_ = 0;
+    epoch_ = ++last_epoch();
+  }
+
+  // Epochs differ between layouts too: a forked child may know sites of its parent.
+  static uint64_t& last_epoch() {
+    static uint64_t epoch = 0;
+    return epoch;
   }
 
   bool repeats(size_t length) const {
-    std::set<int64_t> graphs;
-    for (size_t run = window_.size() - length; run < window_.size(); ++run) {
+    // The alternating layers of a forward repeat too, but what is in use grows with them.
+    size_t before = window_[window_.size() - 2 * length].in_use, now = window_[window_.size() - length].in_use;
+    if (std::max(before, now) - std::min(before, now) > before / IN_USE_TOLERANCE)
+      return false;
+    for (size_t run = window_.size() - length; run < window_.size(); ++run)
       if (!window_[run].is_like(window_[run - length]))
         return false;
-      graphs.insert(window_[run].graph);
-    }
-    return graphs.size() >= 2;  // a forward and a backward at least
+    return true;
   }
 
   uint64_t first_tick(size_t run) const {
@@ -231,7 +240,7 @@ class Layout {
   }
 
   bool is_observing_ = true;
-  uint64_t epoch_ = 1;
+  uint64_t epoch_ = ++last_epoch();
   uint64_t lessons_ = 0;
   uint64_t different_steps_ = 0;
   uint64_t tick_ = 0;
@@ -242,6 +251,7 @@ class Layout {
   size_t hits_ = 0;
   size_t misses_ = 0;
   size_t block_count_ = 0;
+  size_t trailing_ = 0;  // how many runs of one graph the window ends with
   size_t end_ = 0;
 };
 

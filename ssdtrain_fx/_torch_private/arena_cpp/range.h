@@ -92,15 +92,17 @@ class Range {
     allocated_ -= bytes;
     auto after = free_by_offset_.lower_bound(offset);
     if (after != free_by_offset_.end() && after->first == offset + bytes) {
-      bytes += after->second;
-      after = erase_free(after->first, after->second);
+      size_t after_bytes = after->second;
+      after = erase_free(after->first, after_bytes);
+      bytes += after_bytes;
     }
     if (after != free_by_offset_.begin()) {
       auto before = std::prev(after);
-      if (before->first + before->second == offset) {
+      size_t before_bytes = before->second;
+      if (before->first + before_bytes == offset) {
         offset = before->first;
-        bytes += before->second;
-        erase_free(before->first, before->second);
+        bytes += before_bytes;
+        erase_free(offset, before_bytes);
       }
     }
     if (offset + bytes == top_)
@@ -115,7 +117,7 @@ class Range {
       --settling_runs_;
       decommit(std::max(top_, layout_.end()));
     }
-    return layout_.begin_run(graph);
+    return layout_.begin_run(graph, allocated_);
   }
 
   // A compiled graph has run.
@@ -140,8 +142,7 @@ class Range {
   void trim() {
     decommit(top_);
     recent_top_ = top_;
-    for (auto [offset, bytes] : free_by_offset_)
-      madvise(base_ + offset, bytes, MADV_DONTNEED);
+    advise_free(MADV_DONTNEED);
   }
 
   // Whole huge pages only: advice about a part would break them up.

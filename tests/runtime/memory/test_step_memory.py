@@ -346,13 +346,16 @@ def test_steps_of_two_threads_share_the_arena() -> None:
 # -- steps that repeat -------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_repeats_is_laid_out_with_foresight() -> None:
-    """Best fit puts the 4 MiB where the 8 MiB were, and the next 8 MiB on top; the layout leaves room for them.
+@pytest.mark.parametrize("graphs", ["whole", "same", "pairs"])
+def test_a_step_that_repeats_is_laid_out_with_foresight(graphs: str) -> None:
+    """Every layer leaves two blocks and has two for itself. Best fit leaves holes, which end 8 MiB above what is in use;
+    the layout leaves none. The layers are one graph, a graph that runs for each, or two graphs that alternate.
 
     In a process of its own, so that nothing else lies in the arena.
     """
     done = run_python(
         """
+        import sys
         import torch
         from ssdtrain_fx.runtime.memory.step_memory import in_step_memory, step_memory
 
@@ -360,31 +363,49 @@ def test_a_step_that_repeats_is_laid_out_with_foresight() -> None:
         library = step_memory.library
         kept = []
 
+        def block(mib):
+            return torch.empty(mib * MIB // 4)
+
         def forward(args):
-            large = torch.empty(2 * MIB)     # 8 MiB
-            del large
-            kept.append(torch.empty(MIB))    # 4 MiB, until backward
-            large = torch.empty(2 * MIB)
-            return large.numel()
+            (layer,) = args
+            first, one = block(8), block(3)
+            del first
+            kept.append((one, block(6)))
+            last = block(5 + layer % 2)
+            del last
 
         def backward(args):
-            large = torch.empty(2 * MIB)
-            kept.clear()
-            return large.numel()
+            first = block(8)
+            kept.pop()
+            second = block(5)
+            del first, second
 
-        forward = in_step_memory(forward, planned_peak_bytes=12 * MIB)
-        backward = in_step_memory(backward, planned_peak_bytes=12 * MIB)
+        def compiled(function):
+            return in_step_memory(function, planned_peak_bytes=0)
+
+        def layers(function):
+            return lambda args: [function([layer]) for layer in args]
+
+        if sys.argv[1] == "whole":
+            runs = [(compiled(layers(forward)), [0, 1, 0, 1]), (compiled(layers(backward)), [0] * 4)]
+        elif sys.argv[1] == "same":
+            forward, backward = compiled(forward), compiled(backward)
+            runs = [(forward, [layer]) for layer in (0, 1, 0, 1)] + [(backward, [0])] * 4
+        else:
+            even, odd, of_even, of_odd = map(compiled, (forward, forward, backward, backward))
+            runs = [(even, [0]), (odd, [1])] * 2 + [(of_odd, [0]), (of_even, [0])] * 2
 
         def step():
             library.reset_peaks()
-            forward([])
-            backward([])
+            for graph, args in runs:
+                graph(args)
             state = library.describe()
-            assert state.allocated_peak_bytes == 12 * MIB
-            return state.end_peak_bytes // MIB, state.committed_peak_bytes // MIB
+            assert state.allocated_bytes == 0
+            return state.allocated_peak_bytes // MIB, state.end_peak_bytes // MIB
 
-        steps = [step() for _ in range(6)]
-        assert steps[-1] == (12, 12), steps
+        steps = [step() for _ in range(12)]
+        assert steps[0] == (44, 52), steps
+        assert steps[-1] == (44, 44), steps
 
         # A step with other sizes is served all the same, and learned in its turn.
         def forward(args):
@@ -400,9 +421,76 @@ def test_a_step_that_repeats_is_laid_out_with_foresight() -> None:
             forward([])
             backward([])
         assert library.describe().allocated_bytes == 0
+        """,
+        graphs,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_many_runs_without_a_backward_cost_little_and_do_no_harm() -> None:
+    done = run_python(
+        """
+        import time
+        import torch
+        from ssdtrain_fx.runtime.memory.step_memory import in_step_memory, step_memory
+
+        def compiled(function):
+            return in_step_memory(function, planned_peak_bytes=0)
+
+        kept = []
+
+        def forward(args):
+            first = torch.empty(1 << 21)
+            kept.append(torch.empty(1 << 20))
+            last = torch.empty(1 << 21)
+            return first.numel() + last.numel()
+
+        def backward(args):
+            kept.pop()
+
+        forward, backward = compiled(forward), compiled(backward)
+        for _ in range(5000):
+            forward([])
+            kept.clear()
+        for _ in range(12):
+            step_memory.library.reset_peaks()
+            forward([])
+            backward([])
+        state = step_memory.library.describe()
+        assert state.end_peak_bytes == state.allocated_peak_bytes, state
         """
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["cond", "region"])
+def test_graphs_within_a_graph_are_compiled(name: str, library: ArenaLibrary) -> None:
+    """Inductor writes the code of a subgraph into that of the graph around it."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
+
+    def of_cond(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = torch.cond(x.sum() > 0, lambda x, layer=layer: torch.tanh(layer(x)), torch.sin, (x,))
+        return x.square().mean()
+
+    @torch.compiler.nested_compile_region
+    def region(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.tanh(x @ weight)
+
+    def of_region(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = region(x, layer.weight)
+        return x.square().mean()
+
+    function = of_cond if name == "cond" else of_region
+    config = OffloadConfig(policy="all", min_tensor_bytes=0, hardware=FAST_DISK)
+    compiled = torch.compile(function, backend=ssdtrain_fx.backend(config))
+    before = library.describe().allocations
+    loss = compiled(data())
+    loss.backward()
+    assert library.describe().allocations > before
+    torch.testing.assert_close(loss, function(data()))
 
 
 @settings(max_examples=30)
@@ -510,6 +598,18 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert not list((tmp_path / "ssdtrain_fx").glob("*")), "nothing is left behind"
 
 
+def test_without_a_home_directory_there_is_no_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``docker run --user 12345``."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(arena.Path, "home", home)
+    with pytest.raises(ArenaUnavailableError, match="home directory"):
+        arena.load_arena_library()
+
+
 def test_without_a_compiler_the_message_says_where_it_was_looked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -524,8 +624,6 @@ def test_where_the_system_grants_no_more_memory_the_heap_serves() -> None:
         """
         import torch
         from ssdtrain_fx.runtime.memory import step_memory as module
-        module.RESERVED_RATIO = 0
-        module.StepMemory.MINIMUM = 0
         library = module.load_arena_library()
         library.install(16 << 20)
         library.enter(0)
@@ -580,9 +678,7 @@ def test_a_forked_child_inherits_what_is_in_use_and_nothing_else() -> None:
                 assert bool((own == 5).all())
                 code = 0
             finally:
-                sys.stderr.flush()
-                os._exit(code) if code == 0 else None
-            os._exit(1)
+                os._exit(code)
         _, status = os.waitpid(child, 0)
         assert status == 0, status
         assert bool((kept == 3).all())
@@ -590,6 +686,29 @@ def test_a_forked_child_inherits_what_is_in_use_and_nothing_else() -> None:
             again = torch.full((64 * MIB,), 7.0)
         assert library.describe().committed_bytes == committed, "the free memory is still there"
         assert bool((again == 7).all())
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_fork_within_a_run_leaves_the_child_an_arena_of_its_own() -> None:
+    done = run_python(
+        """
+        import os
+        import torch
+        from ssdtrain_fx.runtime.memory.step_memory import in_step_memory
+
+        def graph(args):
+            before = torch.full((1 << 20,), 1.0)
+            child = os.fork()
+            if child == 0:
+                own = torch.full((1 << 20,), 2.0)
+                os._exit(0 if bool((before == 1).all()) and bool((own == 2).all()) else 1)
+            return os.waitpid(child, 0)[1]
+
+        torch.set_num_threads(1)
+        run = in_step_memory(graph, planned_peak_bytes=0)
+        assert [run([]) for _ in range(3)] == [0, 0, 0]
         """
     )
     assert done.returncode == 0, done.stderr

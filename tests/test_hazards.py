@@ -213,3 +213,35 @@ def test_hazard_12_metadata_that_is_wrong_about_the_dtype() -> None:
     expected = train(wrapped, batches, "aot_eager")
     config = OffloadConfig(inner="aot_eager", policy="all", min_tensor_bytes=0)
     assert_same_bits(train(wrapped, batches, backend(config)), expected)
+
+
+class ReadByAll(nn.Module):
+    """Every layer reads a normalised tensor in 16 bits, as T5's decoder reads the encoder under autocast."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(width, width))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.table
+        read = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        h = x.bfloat16()
+        for idx, layer in enumerate(self.layers):
+            h = torch.tanh(h @ layer.weight.bfloat16())
+            if idx in (5, 9):
+                h = h * (read.bfloat16() @ layer.weight.bfloat16())
+        return h.float().square().sum()
+
+
+def test_hazard_13_a_sum_that_is_stored_changes_the_vectors_of_its_reader() -> None:
+    """The gradients of ``read`` are 16-bit products, added up in float32, and a norm's backward reduces their rows.
+
+    When the sum was stored, that reduction no longer read 16-bit values. Its vectors then had half as many elements,
+    and the partial sums were other ones.
+    """
+    torch.manual_seed(0)
+    model, batches = ReadByAll(), [(torch.randn(64, 64),)]
+    expected = train(model, batches, "inductor")
+    done = counted(lambda: assert_same_bits(train(model, batches, backend(EVERYTHING)), expected))
+    assert done.offloads > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -114,8 +115,11 @@ def check_mixed_plan(name: str, inner: Inner, *, dropout: float = 0.1, autocast:
         return graph.plan
 
     config = OffloadConfig(inner=inner, min_tensor_bytes=0, hardware=COPIES_ARE_SLOW, max_slowdown=1e9)
-    # Exactly at the floor, there may be no room for recomputed storages.
-    config = dataclasses.replace(config, memory_budget_bytes=int(1.1 * FRAGMENTATION * plan_of(config).floor_bytes))
+    # At the floor, there may be no room for recomputed storages. Far above it, nothing needs to be offloaded. The peak
+    # without offloading is 1.6 % above the floor for one of these models, and 65 % for another.
+    plan = plan_of(config)
+    budget_bytes = plan.floor_bytes + 0.15 * (plan.peak_before_bytes - plan.floor_bytes)
+    config = dataclasses.replace(config, memory_budget_bytes=math.ceil(FRAGMENTATION * budget_bytes))
     plan = plan_of(config)
     assert plan.recomputed and plan.offloaded
     expected = train(model, batches, inner)

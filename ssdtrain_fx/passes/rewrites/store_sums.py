@@ -11,8 +11,15 @@ batch of 8 x 512, this costs 72 MiB at the peak. A marked sum is stored: ``s`` l
 the cost of one more pass over its memory.
 
 A sum is marked if at least :data:`WAITS_FOR_KERNELS` kernels run before it is read and both terms can be freed once it
-is stored. The results stay the same, because only sums of float32 or float64 are marked: Inductor computes sums of
-smaller dtypes in float32, and storing them would round them.
+is stored. The results stay the same, because no sum is marked in a graph with 16-bit values, for two reasons:
+
+- Inductor computes sums of such values in float32, and storing them would round them.
+- On a CPU, loops over 16-bit values have vectors of twice as many elements. A reduction adds up one partial sum per
+  element of a vector, so its bits depend on what else is read in its loop:
+
+      g1, g2 = bf16[64, 64], bf16[64, 64]
+      s = add(float(g1), float(g2))      # float32 on paper, but its reader loads 16-bit values ...
+      r = sum(mul(s, x), -1)             # ... and has 32 partial sums, or 16 if ``s`` is stored
 """
 
 from __future__ import annotations
@@ -36,6 +43,8 @@ WAITS_FOR_KERNELS = 8
 
 def store_sums(joint: ScheduledJointGraph) -> ScheduledJointGraph:
     """Mark nodes of backward in ``joint``, in place."""
+    if any(map(_has_16_bits, joint.graph.nodes)):
+        return joint
     positions = joint.positions()
     marker = positions[joint.marker]
     sums = [positions[node] for node in joint.graph.nodes if positions[node] > marker and _adds_equals(node)]
@@ -64,6 +73,11 @@ def store_sums(joint: ScheduledJointGraph) -> ScheduledJointGraph:
         if all(dies(term, position, math.prod(facts[position].shape)) for term in node.all_input_nodes):
             node.meta[STORED] = node.meta[_torch_private.REALIZE_TO_STRIDES] = True
     return joint
+
+
+def _has_16_bits(node: fx.Node) -> bool:
+    values = _torch_private.tree_leaves(node.meta.get("val"))
+    return any(isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16) for value in values)
 
 
 def _adds_equals(node: fx.Node) -> bool:

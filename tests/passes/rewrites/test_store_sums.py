@@ -83,6 +83,17 @@ def test_what_inductor_adds_up_in_a_wider_type_is_left_alone(dtype: torch.dtype)
     assert marked(joint_of(dtype=dtype)) == []
 
 
+def test_sums_of_float32_are_left_alone_in_a_graph_with_16_bit_values() -> None:
+    """Storing a sum would change what is read by the loop of its reader, and with it the width of the vectors."""
+
+    def function(x: Tensor, c: Tensor, w: Tensor) -> Tensor:
+        return read_by_all(x, c, w) + x.bfloat16().abs().sum()
+
+    joint = joint_of(function)
+    assert len(gradients_of_what_is_read(joint)) == 3
+    assert marked(joint) == []
+
+
 def test_a_sum_whose_terms_live_on_is_left_alone() -> None:
     """The sum would be an additional tensor in memory."""
 

@@ -137,9 +137,8 @@ def _build(command: list[str], path: Path) -> None:
     """Compile under a temporary name, then rename: another process never sees half a library."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".arena-") as directory:
         built = Path(directory) / path.name
-        done = subprocess.run(
-            [*command, "-o", str(built)], capture_output=True, text=True, errors="replace", timeout=BUILD_TIMEOUT_S
-        )
+        command = [*command, "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=BUILD_TIMEOUT_S)
         if done.returncode != 0:
             raise ArenaUnavailableError(f"`{' '.join(command)}` failed: {done.stderr.strip()[-2000:]}")
         built.replace(path)

@@ -33,11 +33,11 @@ def compiled_code() -> Iterator[ArenaLibrary]:
     library = step_memory.library
     if library is None:
         pytest.skip("there is no arena here; a warning has said why")
-    library.enter()
+    library.enter(0)
     try:
         yield library
     finally:
-        library.leave()
+        library.leave(False)
 
 
 def inside(is_compiled: bool) -> contextlib.AbstractContextManager[object]:

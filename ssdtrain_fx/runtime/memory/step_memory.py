@@ -46,7 +46,7 @@ class MemoryStats:
     allocated_bytes: int = 0
     """Bytes of tensors that are alive, in whole pages."""
     allocated_peak_bytes: int = 0
-    """Highest ``allocated_bytes`` since the start, or since :func:`reset_peak_memory_stats`."""
+    """Highest ``allocated_bytes`` since the start, or since ``reset_peak_memory_stats()``."""
     reserved_bytes: int = 0
     """Memory that the arena holds, in use or free: at most this much of it is resident."""
     reserved_peak_bytes: int = 0
@@ -218,5 +218,5 @@ def memory_stats() -> MemoryStats:
 
 
 def reset_peak_memory_stats() -> None:
-    """Let the peaks of :func:`memory_stats` begin anew."""
+    """Let the peaks of ``memory_stats()`` begin anew."""
     step_memory.reset_peaks()

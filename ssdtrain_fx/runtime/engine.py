@@ -485,6 +485,10 @@ class Engine:
             left_over,
         )
 
+    def forget_after_fork(self) -> None:
+        """In a forked child: leave everything to the parent, in whatever state it was at the fork."""
+        self._ledger.forget_after_fork()
+
     def _io_path(self) -> str:
         return ", ".join(dict.fromkeys(lane.io_path for lane in self._lanes.values())) or self._file.io_path
 

@@ -21,7 +21,7 @@ on 2.13.0 and 2.15.0. Comments in the code say what differs between these versio
 | ``_functorch._aot_autograd.descriptors`` | graph logs lose labels; inputs of a graph stay in memory |
 | ``_dynamo.backends.common.aot_autograd`` | no ``inner="aot_eager"`` |
 | ``fx._lazy_graph_module._LazyGraphModule`` | planning takes a fifth longer |
-| ``multiprocessing.reductions.StorageWeakRef`` | no deduplication |
+| ``multiprocessing.reductions.StorageWeakRef`` | ``ssdtrain_fx.testing`` counts no live storages |
 | ``UntypedStorage._cdata`` | no alias sets |
 | ``_dynamo.eval_frame.innermost_fn`` | memory stays mapped after the last compiled step has died |
 | ``_dynamo.config``, ``_dynamo.exc.BackendCompilerFailed`` | ``explain`` hits the recompile limit |

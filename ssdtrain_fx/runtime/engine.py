@@ -35,6 +35,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ssdtrain_fx._torch_private import storage_key
 from ssdtrain_fx.errors import ConfigError, InternalError
 from ssdtrain_fx.runtime.book.admission import Admission
 from ssdtrain_fx.runtime.book.ledger import Ledger, lost
@@ -50,10 +51,10 @@ from ssdtrain_fx.runtime.lanes.lane import Lane
 from ssdtrain_fx.runtime.lanes.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.memory.cuda import CudaMover
 from ssdtrain_fx.runtime.memory.layout import copy_elements, copy_with_layout, movable, same_layout, span_bytes
-from ssdtrain_fx.runtime.memory.movers import CpuMover
+from ssdtrain_fx.runtime.memory.movers import CpuMover, Region
 from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, StagingPool
 from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
-from ssdtrain_fx.runtime.policy.external_tensors import ExternalTensors
+from ssdtrain_fx.runtime.policy.external_tensors import Content, ExternalTensors, content_of
 from ssdtrain_fx.runtime.policy.graph_runs import GraphRuns
 from ssdtrain_fx.runtime.policy.patience import Clock
 from ssdtrain_fx.runtime.policy.stalls import Stalls
@@ -158,7 +159,8 @@ class Engine:
         and by more than the configuration allows, ``x`` stays in memory.
 
         ``graph_name`` is the name of the graph within a chain of graphs. An ``external`` tensor comes from outside the
-        graph and its caller holds it: if another graph has already offloaded the same tensor, its owner is returned.
+        graph and its caller holds it: if another graph has already offloaded the same bytes from the same CPU memory,
+        the owner of these is returned.
 
         ``host`` asks for the host tier: the bytes stay in the staging buffers of a CUDA device and are written to the
         file only if something else needs the buffers. It has no effect on CPU tensors and under KvikIO.
@@ -169,12 +171,15 @@ class Engine:
         ledger = self._ledger
         if x.layout is not torch.strided:
             raise InternalError(f"offload({name!r}): expected a strided tensor, got layout {x.layout}")
-        known = self._find_external(x, name) if external else None
-        if known is not None:
-            return known
         lane = self._lane("cpu" if x.is_cpu else x.device.type)
         source = movable(x.detach() if x.requires_grad else x)
         byte_count = span_bytes(source)
+        content = None
+        if external and byte_count and x.is_cpu:
+            content = content_of(x, Region(source, byte_count))
+            known = self._find_external(content, name)
+            if known is not None:
+                return known
         entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
         entry.host, entry.reload_order = host and lane.has_host_tier, reload_order
         if lane.writes_from_source(entry):
@@ -200,8 +205,8 @@ class Engine:
                 lane.enlist_copies(entry)
             else:
                 ledger.enter_resident(handle, entry)
-            if external:
-                self._external.add(x, handle, ledger.entries.__contains__)
+            if content is not None:
+                self._external.add(content, handle, ledger.entries.__contains__)
         if moves:
             lane.begin_copies()
         ledger.tidy()
@@ -357,7 +362,7 @@ class Engine:
             return y
         with ledger.lock:
             ledger.drain()
-            shared = y.untyped_storage().data_ptr() in ledger.residents
+            shared = storage_key(y) in ledger.residents
         ledger.tidy()
         return copy_with_layout(y) if shared else y
 
@@ -501,12 +506,12 @@ class Engine:
             raise InternalError(f"{op}: this engine does not know the handle {owner.handle}")
         return entry
 
-    def _find_external(self, x: Tensor, name: str) -> Owner | None:
-        """The owner of the same tensor as ``x``, if another graph has offloaded it."""
+    def _find_external(self, content: Content, name: str) -> Owner | None:
+        """The owner of the tensor with this content, if another graph has offloaded it."""
         ledger = self._ledger
         with ledger.lock:
             ledger.begin_op(name)
-            handle = self._external.find(x)
+            handle = self._external.find(content)
             entry = None if handle is None else ledger.entries.get(handle)
             owner = None if entry is None else entry.owner()
             if entry is not None and owner is not None:

@@ -52,7 +52,7 @@ class Statistics:
     cancelled_bytes: int = 0
     """Bytes whose write had not begun when the last token died."""
     deduplicated_bytes: int = 0
-    """Bytes passed to ``offload`` that another graph had already offloaded."""
+    """Bytes of CPU tensors passed to ``offload`` that another graph had already offloaded."""
     late_bytes: int = 0
     """Bytes that had not left when ``release`` returned, so that they are moved while the next graph runs."""
     ahead_bytes: int = 0

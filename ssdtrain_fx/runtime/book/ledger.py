@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ssdtrain_fx._torch_private import storage_key
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.book.admission import Admission
 from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, Fill
@@ -88,7 +89,7 @@ class Ledger:
         self.traffic = traffic
         self.entries: dict[int, Entry] = {}
         self.residents: dict[int, Entry] = {}
-        """Entries that stayed in memory, keyed by the address of their storage."""
+        """Entries that stayed in memory, keyed by the identity of their storage: its address changes if it is resized."""
         self.slots = SlotAllocator()
         self.counters = Counters()
         self.dead_handles: collections.deque[int] = collections.deque()
@@ -200,9 +201,9 @@ class Ledger:
 
     def settle_in(self, entry: Entry, resident: Tensor) -> None:
         """Keep ``resident`` in memory as the data of ``entry``."""
-        entry.resident = resident
+        entry.resident = resident.detach()  # assigning to ``resident.data`` does not change the storage of this tensor
         entry.stored_stride = resident.stride()
-        self.residents[resident.untyped_storage().data_ptr()] = entry
+        self.residents[storage_key(entry.resident)] = entry
 
     def drain(self) -> None:
         """Remove the entries whose last token has died."""
@@ -225,7 +226,7 @@ class Ledger:
             if entry.prepaid_s:
                 self.admission.charge(-entry.prepaid_s)
             if entry.resident is not None:
-                del self.residents[entry.resident.untyped_storage().data_ptr()]
+                del self.residents[storage_key(entry.resident)]
                 self.trash.append(entry.resident)
                 entry.resident = None
             self._retire_if_idle(entry)

@@ -56,6 +56,7 @@ from ssdtrain_fx.runtime.book.traffic import Direction, Transfer
 from ssdtrain_fx.runtime.lanes.aio import READ, WRITE, Aio
 from ssdtrain_fx.runtime.lanes.lane import Lane, checksum_error, checksum_of
 from ssdtrain_fx.runtime.memory.movers import CpuMover, Region, keep_bytes
+from ssdtrain_fx.runtime.memory.raw_memory import bytes_at
 from ssdtrain_fx.runtime.memory.staging import StagingBuffer, StagingPool
 from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
 from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Patience
@@ -265,7 +266,7 @@ class AioLane(Lane):
         assert source is not None
         address = source.address + chunk.start
         if self._checksum:
-            chunk.checksum = checksum_of(_memory(address, chunk.length))
+            chunk.checksum = checksum_of(bytes_at(address, chunk.length))
         return _Transfer(chunk, address, None, None)
 
     def _read(self, fill: Fill, chunk: Chunk) -> None:
@@ -438,7 +439,7 @@ class AioLane(Lane):
             if trailing:
                 ctypes.memmove(address + chunk.length - len(trailing), trailing, len(trailing))
             if self._checksum:
-                failure = checksum_error(chunk, _memory(address, chunk.length))
+                failure = checksum_error(chunk, bytes_at(address, chunk.length))
         if failure is None:
             ledger.counters.bytes_read += chunk.length
         else:
@@ -471,7 +472,3 @@ class AioLane(Lane):
         state."""
         self._ledger.failure = failure
         self._ledger.progress.notify_all()
-
-
-def _memory(address: int, length: int) -> memoryview:
-    return memoryview((ctypes.c_char * length).from_address(address))

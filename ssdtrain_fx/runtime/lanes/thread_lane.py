@@ -31,7 +31,6 @@ Guarantees:
 from __future__ import annotations
 
 import collections
-import ctypes
 import functools
 import threading
 import time
@@ -46,6 +45,7 @@ from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Direction, Transfer
 from ssdtrain_fx.runtime.lanes.lane import Lane, checksum_error, checksum_of
 from ssdtrain_fx.runtime.memory.movers import Mark, Mover, Region, keep_bytes
+from ssdtrain_fx.runtime.memory.raw_memory import bytes_at
 from ssdtrain_fx.runtime.memory.staging import StagingBuffer, StagingPool
 from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
 from ssdtrain_fx.runtime.policy.host_tier import HostTier
@@ -428,7 +428,7 @@ class ThreadLane(Lane):
 
     def _read(self, transfer: Transfer, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer | None) -> None:
         ledger, read_bytes = self._ledger, round_up(chunk.length)
-        data = _memory(target.address + chunk.start, read_bytes) if buffer is None else buffer.view[:read_bytes]
+        data = bytes_at(target.address + chunk.start, read_bytes) if buffer is None else buffer.view[:read_bytes]
         began_ns = time.perf_counter_ns()
         error = self._load(transfer, chunk, data)
         if error is not None:
@@ -526,11 +526,6 @@ class ThreadLane(Lane):
         if fill.unissued == 0:
             self._ledger.progress.notify_all()
         self._work.notify()
-
-
-def _memory(address: int, byte_count: int) -> memoryview:
-    """The bytes at ``address``, which the caller keeps alive."""
-    return memoryview((ctypes.c_char * byte_count).from_address(address)).cast("B")
 
 
 def _nothing() -> None:

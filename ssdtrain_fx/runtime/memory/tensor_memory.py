@@ -24,13 +24,13 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES, round_up
+from ssdtrain_fx.runtime.memory.raw_memory import RawMemory
 from ssdtrain_fx.runtime.memory.staging import HUGE_PAGE_BYTES
 from ssdtrain_fx.runtime.memory.step_memory import allocate_block
 
@@ -43,7 +43,7 @@ FIT_RATIO = 1.25
 class _Mapping:
     """Memory from the system, unmapped when this object dies. Physical pages are allocated on first access."""
 
-    __slots__ = ("_memory", "_skip_bytes", "size_bytes")
+    __slots__ = ("_memory", "address", "size_bytes")
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -51,13 +51,9 @@ class _Mapping:
         spare_bytes = HUGE_PAGE_BYTES if is_huge else 0
         self._memory = mmap.mmap(-1, size_bytes + spare_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._skip_bytes = -address % HUGE_PAGE_BYTES if is_huge else 0
+        self.address = address + (-address % HUGE_PAGE_BYTES if is_huge else 0)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._memory.madvise(mmap.MADV_HUGEPAGE)
-
-    def array(self, array_type: Any, lead_bytes: int) -> Any:
-        """A ctypes array over the memory from ``lead_bytes`` on. It keeps the mapping alive."""
-        return array_type.from_buffer(self._memory, self._skip_bytes + lead_bytes)
 
 
 class _Lease:
@@ -82,7 +78,6 @@ class TensorMemory:
         self._idle: list[_Mapping] = []
         """Ordered by how long they have been unused, the longest first."""
         self._returned: collections.deque[_Mapping] = collections.deque()
-        self._array_types: dict[int, Any] = {}
 
     @property
     def idle_bytes(self) -> int:
@@ -99,21 +94,19 @@ class TensorMemory:
         A page begins ``lead_bytes`` (less than a page) after the start of the tensor.
         """
         skip_bytes = -lead_bytes % ALIGNMENT_BYTES
-        array_type = self._array_types.get(byte_count)
-        if array_type is None:
-            array_type = self._array_types[byte_count] = ctypes.c_char * byte_count
         block = allocate_block(skip_bytes + byte_count)
         if block is not None:
-            array: Any = array_type.from_address(block.data_ptr() + skip_bytes)
-            array.lease = block
+            memory = RawMemory.from_address(block.data_ptr() + skip_bytes)
+            memory.lease = block
         else:
             with self._lock:
                 self._collect()
                 mapping = self._take(round_up(skip_bytes + byte_count))
                 self._trim(self._idle_limit_bytes)
-            array = mapping.array(array_type, skip_bytes)
-            array.lease = _Lease(mapping, self._returned)
-        return _torch_private.reinterpret(torch.frombuffer(array, dtype=dtype), size, stride)
+            memory = RawMemory.from_address(mapping.address + skip_bytes)
+            memory.lease = _Lease(mapping, self._returned)
+        elements = torch.frombuffer(memory, dtype=dtype, count=byte_count // dtype.itemsize)
+        return _torch_private.reinterpret(elements, size, stride)
 
     def release_idle(self) -> None:
         """Return unused mappings to the system."""

@@ -514,7 +514,9 @@ def test_a_tensor_that_may_be_asked_for_again_is_handed_over_as_a_copy(file: Slo
         file.writes_may_go_on.clear()
         x = X.clone()
         token: Tensor | None = engine.release(engine.offload(x, "x"), x)
-        (address,) = engine._ledger.residents
+        (entry,) = engine._ledger.residents.values()
+        assert entry.resident is not None
+        address = entry.resident.data_ptr()
 
         def backward(token: Tensor) -> Tensor:
             y = engine.reload(token, X.size(), X.stride(), X.dtype, X.device)
@@ -547,7 +549,9 @@ def test_the_ops_hand_over_the_memory_itself_when_the_token_dies(
         x = X.clone()
         call = torch.ops.ssdtrain
         token = call.release(call.offload(x, x.stride(), "x", "{}"), x)
-        (address,) = engine._ledger.residents
+        (entry,) = engine._ledger.residents.values()
+        assert entry.resident is not None
+        address = entry.resident.data_ptr()
         ticket = call.reload(token, X.size(), X.stride(), X.dtype, X.device)
         del token
         y = call.wait(ticket, X.size(), X.stride(), X.dtype, X.device)

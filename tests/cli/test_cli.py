@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,7 +13,9 @@ import click.testing
 import pytest
 from typer.testing import CliRunner
 
+from ssdtrain_fx.__main__ import main
 from ssdtrain_fx.cli import app
+from ssdtrain_fx.studies import measure
 
 ROOT = Path(__file__).parents[2]
 TINY = ("--steps", "3", "--layers", "2", "--hidden", "64", "--batch", "2", "--sequence", "64", "--device", "cpu")
@@ -27,12 +30,10 @@ def invoke(*arguments: str) -> click.testing.Result:
     return CliRunner().invoke(app, arguments, env=PLAIN)
 
 
-def run_command(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
-    program = ["-c", code] if code is not None else ["-m", "ssdtrain_fx"]
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ssdtrain_fx", *arguments]
     environment = {**os.environ, **PLAIN}
-    return subprocess.run(
-        [sys.executable, *program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_version() -> None:
@@ -72,18 +73,11 @@ def test_a_wrong_option_is_named_and_nothing_runs(arguments: tuple[str, ...], me
     assert "Traceback" not in done.stderr
 
 
-def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
-    code = """
-import importlib.util
-found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "typer" else found(name, *rest)
-import ssdtrain_fx.__main__ as command
-command.main()
-"""
-    done = run_command(code=code)
-    assert done.returncode == 1
-    assert "typer not installed" in done.stderr
-    assert "pip install 'ssdtrain-fx[demo]'" in done.stderr
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else find_spec(name))
+    with pytest.raises(SystemExit, match="typer not installed.* pip install 'ssdtrain-fx\\[demo\\]'"):
+        main()
 
 
 @pytest.mark.slow
@@ -109,12 +103,8 @@ def test_demo_trains_both_to_the_same_bits_and_writes_its_files(tmp_path: Path, 
 
 
 def test_a_run_that_fails_shows_what_it_wrote() -> None:
-    code = """
-from ssdtrain_fx.studies import measure
-with measure.Worker(measure.Run(model="gpt3")) as worker:
-    worker.step()
-"""
-    done = run_command(code=code)
-    assert done.returncode == 1
-    assert "WorkerError: The worker for 'ssdtrain' exited with 1" in done.stderr
-    assert "Unknown model 'gpt3'" in done.stderr
+    with (
+        pytest.raises(measure.WorkerError, match=r"(?s)The worker for 'ssdtrain' exited with 1.*Unknown model 'gpt3'"),
+        measure.Worker(measure.Run(model="gpt3")) as worker,
+    ):
+        worker.step()

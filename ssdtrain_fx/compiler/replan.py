@@ -36,7 +36,7 @@ DRIFT_FACTOR = 1.5
 DRIFT_STEPS = 5
 """Steps in a row that must drift, so that a passing disturbance does not count."""
 REPLAN_INTERVAL_S = 600.0
-"""Minimum time between two plans, because each one takes a compilation."""
+"""Minimum time between two attempts to plan again, because each one takes a compilation."""
 
 CompileFor = Callable[[fx.GraphModule, Sequence[Any], Hardware], Callable[..., Any]]
 
@@ -52,7 +52,11 @@ class Drift:
         self._replanned_s: float | None = None
 
     def observe(self, seen: Statistics) -> Hardware | None:
-        """Compare observed rates with the profile, once per step. Returns the profile for a new plan if one is due."""
+        """Compare observed rates with the profile, once per step. Returns the profile for a new plan if one is due.
+
+        It becomes the profile of the current plan by :meth:`adopt`. If the new plan fails, the next attempt follows
+        after the same interval.
+        """
         measured = dataclasses.replace(
             self.hardware,
             write=_with_rate(self.hardware.write, seen.write_bytes_per_s),
@@ -63,8 +67,12 @@ class Drift:
         too_soon = self._replanned_s is not None and now_s - self._replanned_s < REPLAN_INTERVAL_S
         if self._steps < DRIFT_STEPS or too_soon:
             return None
-        self._steps, self._replanned_s, self.hardware = 0, now_s, measured
+        self._steps, self._replanned_s = 0, now_s
         return measured
+
+    def adopt(self, hardware: Hardware) -> None:
+        """Note that the step runs with a plan for ``hardware``."""
+        self.hardware = hardware
 
 
 class ReplanningStep:
@@ -105,7 +113,12 @@ class ReplanningStep:
             format_bytes(planned.write.bytes_per_s),
             format_bytes(planned.read.bytes_per_s),
         )
-        self._compiled = self._compile_for(_copy_graph(self._gm), inputs, measured)
+        try:
+            self._compiled = self._compile_for(_copy_graph(self._gm), inputs, measured)
+        except Exception:  # whatever it is: the step has code that works
+            log.warning("the step could not be compiled again. It keeps its plan.", exc_info=True)
+        else:
+            self._drift.adopt(measured)
 
 
 def has_static_shapes(example_inputs: Sequence[Any]) -> bool:

@@ -14,7 +14,14 @@ from torch import Tensor
 from ssdtrain_fx import OffloadConfig, Statistics, backend
 from ssdtrain_fx import config as config_module
 from ssdtrain_fx.compiler import dynamo_backend
-from ssdtrain_fx.compiler.replan import DRIFT_FACTOR, DRIFT_STEPS, REPLAN_INTERVAL_S, Drift, has_static_shapes
+from ssdtrain_fx.compiler.replan import (
+    DRIFT_FACTOR,
+    DRIFT_STEPS,
+    REPLAN_INTERVAL_S,
+    Drift,
+    ReplanningStep,
+    has_static_shapes,
+)
 from ssdtrain_fx.machine.memory_limit import MemoryLimit
 from ssdtrain_fx.testing import assert_same_bits, gradients_of
 
@@ -38,6 +45,8 @@ def test_a_drift_of_several_steps_asks_for_a_plan_with_the_measured_rates() -> N
     assert measured.write.bytes_per_s == PLANNED / 10
     assert measured.write.latency_s == FAST_DISK.write.latency_s
     assert dataclasses.replace(measured, write=FAST_DISK.write) == FAST_DISK
+    assert drift.hardware == FAST_DISK
+    drift.adopt(measured)
     assert drift.hardware == measured
 
 
@@ -63,7 +72,7 @@ def test_one_step_as_planned_starts_the_count_again() -> None:
 def test_the_next_plan_is_not_made_at_once() -> None:
     clock = HandClock()
     drift = Drift(FAST_DISK, clock)
-    assert any(drift.observe(SLOW) for _ in range(DRIFT_STEPS))
+    drift.adopt(next(filter(None, (drift.observe(SLOW) for _ in range(DRIFT_STEPS)))))
     assert not any(drift.observe(AS_PLANNED) for _ in range(10 * DRIFT_STEPS))
     clock.now_s = REPLAN_INTERVAL_S
     assert drift.observe(AS_PLANNED) == FAST_DISK
@@ -122,6 +131,36 @@ def test_gradients_are_the_same_before_across_and_after_a_new_plan(
     rates.clear()
     assert_same_bits(train(backend(config)), expected)
     assert rates == [PLANNED]
+
+
+def test_a_step_that_cannot_be_compiled_again_keeps_its_code_and_tries_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = HandClock()
+    rates: list[float] = []
+    fails = False
+
+    def compile_for(gm: Any, inputs: Any, hardware: Any) -> Any:
+        if fails:
+            raise RuntimeError("the compiler has no memory")
+        rates.append(hardware.write.bytes_per_s)
+        return gm.forward
+
+    def double(gm: Any, inputs: Any) -> Any:
+        return ReplanningStep(gm, inputs, compile_for, Drift(FAST_DISK, clock), lambda: SLOW).run
+
+    compiled = torch.compile(lambda x: x * 2, backend=double)
+    x = torch.ones(3, requires_grad=True)
+    compiled(x)
+    fails = True
+    for _ in range(2 * DRIFT_STEPS):
+        assert torch.equal(compiled(x), 2 * x)
+    assert caplog.text.count("could not be compiled again") == 1
+    assert "the compiler has no memory" in caplog.text
+    fails, clock.now_s = False, REPLAN_INTERVAL_S
+    for _ in range(DRIFT_STEPS):
+        assert torch.equal(compiled(x), 2 * x)
+    assert rates == [PLANNED, PLANNED / 10]
 
 
 def test_a_new_plan_keeps_the_automatic_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-import networkx as nx
 import torch
 from torch import fx
 
@@ -81,29 +80,29 @@ def view_path(node: fx.Node, representative: fx.Node, storage: Storage, alias_se
     Exactly one argument of a view op holds the storage. Every other argument must be a number or a symbol, so that
     backward can rerun the op. The path through a multi-output view (``split``) includes the ``getitem``.
     """
-    views = _view_graph(storage, alias_sets)
-    if node not in views or representative not in views or not nx.has_path(views, representative, node):
+    path: list[fx.Node] = []
+    view: fx.Node | None = node
+    while view is not None and view is not representative:
+        path.append(view)
+        view = base_of(view, storage, alias_sets)
+    return None if view is None else path[::-1]
+
+
+def base_of(view: fx.Node, storage: Storage, alias_sets: AliasSets) -> fx.Node | None:
+    """The node from which alone ``view`` can be taken again; None if there is none."""
+    held = alias_sets.by_node
+    bases = [source for source in view.all_input_nodes if storage.idx in held[source]]
+    if len(bases) != 1 or not all(is_symbol(source) for source in view.all_input_nodes if source is not bases[0]):
         return None
-    return nx.shortest_path(views, representative, node)[1:]
-
-
-def _view_graph(storage: Storage, alias_sets: AliasSets) -> nx.DiGraph[fx.Node]:
-    """The views of one storage: an edge leads from a node to each node that can be rebuilt from it alone."""
-    views: nx.DiGraph[fx.Node] = nx.DiGraph()
-    for node in storage.holders:
-        views.add_node(node)
-        sources = [source for source in node.all_input_nodes if storage.idx in alias_sets.by_node[source]]
-        others = [source for source in node.all_input_nodes if storage.idx not in alias_sets.by_node[source]]
-        if len(sources) == 1 and all(is_symbol(other) for other in others):
-            views.add_edge(sources[0], node)
-    return views
+    return bases[0]
 
 
 def _find_representative(storage: Storage, saved_nodes: Sequence[fx.Node], alias_sets: AliasSets) -> fx.Node | None:
     """The earliest node that covers the storage and from which every saved tensor can be rebuilt."""
     for node in storage.members:
-        paths = (view_path(saved, node, storage, alias_sets) for saved in saved_nodes)
-        if _covers(node, storage) and all(path is not None for path in paths):
+        if not _covers(node, storage):
+            continue
+        if all(view_path(saved, node, storage, alias_sets) is not None for saved in saved_nodes):
             return node
     return None
 

@@ -21,7 +21,9 @@ comparisons, ``+ - * /`` and square roots. This rules out:
 Two more cases are unsafe:
 
 - float16 and bfloat16 values are rounded only when they are stored, and fusion decides what is stored. So only ops
-  that commute with rounding are safe there: moves, ``relu``, ``neg``, ``abs``.
+  that commute with rounding are safe there: moves, ``relu``, ``neg``, ``abs``. And every operand must have the dtype
+  of the result: ``where(m, bf16, f32)`` is a float32 value, so fused code selects the bfloat16 operand before it is
+  rounded, and code that reads the stored operand selects it afterwards.
 - On a GPU, ``a * b + c`` in one kernel is rounded once. So neither products nor sums of products are safe there.
   Division and square root are not safe either, because Triton approximates them.
 """
@@ -341,7 +343,7 @@ def _reason_against_compiled_op(node: fx.Node) -> str:
     if any(tensor.is_complex() for tensor in tensors):
         return "complex arithmetic takes several operations"
     low = any(tensor.is_floating_point() and tensor.element_size() < 4 for tensor in tensors)
-    if low and name not in _COMMUTES_WITH_ROUNDING:
+    if low and (name not in _COMMUTES_WITH_ROUNDING or not _has_one_precision(node, tensors)):
         return "fusion decides whether a low-precision value is rounded"
     if name == "aten.div" and node.kwargs.get("rounding_mode") is not None:
         return "division with a rounding mode takes several operations"
@@ -351,6 +353,13 @@ def _reason_against_compiled_op(node: fx.Node) -> str:
         if _contracts_products(tensors) and (node.kwargs or any(map(_may_be_product, node.all_input_nodes))):
             return "the sum of a product may be rounded once"
     return ""
+
+
+def _has_one_precision(node: fx.Node, tensors: Sequence[torch.Tensor]) -> bool:
+    """Do all floating-point operands and the result have the same dtype? A Python number has none, so it does not."""
+    if any(isinstance(leaf, float) for leaf in _torch_private.tree_leaves((node.args, node.kwargs))):
+        return False
+    return len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) == 1
 
 
 def _contracts_products(tensors: Sequence[torch.Tensor]) -> bool:

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.passes.analysis.candidates import base_of
 from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets
 from ssdtrain_fx.passes.graph.copy_nodes import COPY_OF, copy_nodes, erase_unread
@@ -73,5 +74,33 @@ def insert_recomputations(
         erase_unread(copies.values())
     made_in_forward = {node for recomputation in recomputations for node in recomputation.nodes}
     erase_unread(node for node in nodes if node in made_in_forward)
+    _take_views_from_saved_bases(joint, alias_sets, in_backward)
     joint.gm.recompile()
     return dataclasses.replace(joint, saved=find_saved(joint))
+
+
+def _take_views_from_saved_bases(
+    joint: ScheduledJointGraph, alias_sets: AliasSets, in_backward: set[fx.Node]
+) -> None:
+    """Save a base and not also its views: backward takes the views from it.
+
+    A recomputation may read the base of a view that was saved so far. The compiler of backward would not know that
+    the two share memory. Inductor writes a result over a saved tensor after the last read of it ("donated buffers"),
+    and would overwrite a view that is read later.
+    """
+    saved = set(find_saved(joint))
+    for view in sorted(saved, reverse=True):  # a view comes after its base
+        for idx in alias_sets.by_node[view]:
+            base = base_of(view, alias_sets.storages[idx], alias_sets)
+            path = [view]
+            while base is not None and base not in saved:
+                path.append(base)
+                base = base_of(base, alias_sets.storages[idx], alias_sets)
+            if base is None:
+                continue
+            readers = [user for user in view.users if user in in_backward]
+            with joint.graph.inserting_before(min(readers)):
+                copies = copy_nodes(joint.graph, reversed(path), alias_sets)
+            in_backward.update(copies.values())
+            for reader in readers:
+                reader.replace_input_with(view, copies[view])

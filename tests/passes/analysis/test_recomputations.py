@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rewriting_backend import rewriting_backend
 from steps import Autocast, small_model
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.analysis.find_recomputations import (
+    _COMMUTES_WITH_ROUNDING,
     NoRecomputation,
     Recomputation,
     find_recomputations,
@@ -212,6 +213,83 @@ def test_inductor_rounds_low_precision_where_it_stores() -> None:
     assert names(recomputation(analysis, "neg", "inductor").nodes) == ["neg"]
 
 
+LOW, HIGH = torch.bfloat16, torch.float32
+INDICES = torch.arange(16).flip(0)
+SELECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "abs": lambda a, b: torch.where(b > 0, a.abs(), a.abs()),
+    "cat": lambda a, b: torch.cat([a, b], dim=1)[:, :16],
+    "clone": lambda a, b: a.clone() * b.sign().abs(),
+    "embedding": lambda a, b: F.embedding(INDICES, a),
+    "flip": lambda a, b: a.flip(1),
+    "gather": lambda a, b: a.gather(1, INDICES.expand(16, 16)),
+    "index": lambda a, b: a[INDICES],
+    "index_select": lambda a, b: a.index_select(1, INDICES),
+    "neg": lambda a, b: -a,
+    "relu": lambda a, b: a.relu(),
+    "repeat": lambda a, b: a.repeat(2, 1)[:16],
+    "roll": lambda a, b: a.roll(3, 1),
+    "select_scatter": lambda a, b: torch.select_scatter(a, b[0].to(a.dtype), 0, 3),
+    "slice_scatter": lambda a, b: torch.slice_scatter(a, b[:4].to(a.dtype), 0, 2, 6),
+    "where": lambda a, b: torch.where(a.detach() > 0.1, a, b),
+    "where_with_a_number": lambda a, b: torch.where(a.detach() > 0.1, a, 0.1),
+    "where_with_a_scalar": lambda a, b: torch.where(a.detach() > 0.1, a, b[0, 0]),
+}
+"""Every op that is said to commute with rounding; the second operand may have another dtype."""
+
+
+class Selections(nn.Module):
+    """Each op reads products that are computed in the same kernel. Backward reads its operands and its result."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+        super().__init__()
+        self.dtypes = dtypes
+        self.ops = {name: op for name, op in SELECTIONS.items() if _accepts(op, dtypes)}
+        self.operands = nn.ParameterDict({name: torch.randn(3, 16, 16) for name in self.ops})
+
+    def forward(self, scale: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for name, op in self.ops.items():
+            x, y, w = self.operands[name].unbind()
+            a, b = (x * scale).to(self.dtypes[0]), (y * scale).to(self.dtypes[1])
+            p, q = a * a, b * b
+            for value in (p, q, op(p, q)):
+                total = total + (value @ w.to(value.dtype)).float().sum()
+        return total
+
+
+def _accepts(op: Callable[[Tensor, Tensor], Tensor], dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
+    try:
+        op(torch.ones(16, 16, dtype=dtypes[0]), torch.ones(16, 16, dtype=dtypes[1]))
+    except RuntimeError:  # the op takes operands of one dtype only
+        return False
+    return True
+
+
+def test_every_op_that_commutes_with_rounding_is_tried() -> None:
+    named_by_tests = {name.partition("_with_")[0] for name in SELECTIONS}
+    assert {name.removeprefix("aten.") for name in _COMMUTES_WITH_ROUNDING} == named_by_tests
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtypes", [(LOW, LOW), (LOW, HIGH), (HIGH, LOW)], ids=["low", "low-high", "high-low"])
+def test_hazard_13_operands_of_another_precision_are_rounded_where_they_are_stored(
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    """Whatever may run again under Inductor gives the bits of what was stored."""
+    done: list[int] = []
+
+    def rewrite(joint: ScheduledJointGraph) -> ScheduledJointGraph:
+        analysis = analyse(joint)
+        found = find_recomputations(joint, analysis.alias_sets, analysis.candidates, fused=True)
+        done.append(len(found))
+        return recompute(analysis, *found.values())
+
+    model, batches = Selections(dtypes), [(torch.tensor(1.01),), (torch.tensor(0.99),)]
+    expected = train(model, batches, "inductor")
+    assert_same_bits(train(model, batches, rewriting_backend(rewrite, "inductor")), expected)
+    assert sum(done) > 0, "nothing was recomputed"
+
+
 def on_cuda(analysis: GraphAnalysis) -> GraphAnalysis:
     """Make the analysis look as if the step had been traced on a GPU."""
     for node in analysis.joint.graph.nodes:
@@ -347,6 +425,19 @@ def test_copies_have_separate_storages() -> None:
     (storage,) = (alias_sets.storages[idx] for idx in alias_sets.by_node[copy])
     assert storage.allocator is copy
     assert storage.members[1].target is aten.t.default
+
+
+def test_a_base_is_saved_without_its_views() -> None:
+    """Inductor may write over a saved tensor after its last read, and does not know which saved tensors share memory."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        p = x * x
+        return (p.t() @ w + (-p) @ w).sum()
+
+    analysis = analyse(capture_step(function, matrix(4, 4), matrix(4, 4)))
+    assert names(node for node in analysis.joint.saved if not is_input(node)) == ["t", "neg"]
+    joint = recompute(analysis, recomputation(analysis, "neg", "inductor"))
+    assert names(node for node in joint.saved if not is_input(node)) == ["mul"]
 
 
 def test_new_nodes_tell_where_they_come_from() -> None:

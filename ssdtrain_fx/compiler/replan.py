@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ssdtrain_fx.fork_safe_lock import ForkSafeLock
 from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.units import format_bytes
@@ -82,13 +82,13 @@ class ReplanningStep:
         self._compile_for = compile_for
         self._drift = drift
         self._statistics = statistics
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._compiled = compile_for(gm, example_inputs, drift.hardware)
 
     def run(self, *inputs: Any) -> Any:
         """Call the compiled function, after compiling it again if the disk has drifted."""
         if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
-            with self._lock:
+            with self._lock.current:
                 self._replan_after_drift(inputs)
         return self._compiled(*inputs)
 

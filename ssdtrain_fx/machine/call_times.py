@@ -23,7 +23,6 @@ import json
 import logging
 import math
 import os
-import threading
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import Any, cast
 
 import torch
 
+from ssdtrain_fx.fork_safe_lock import ForkSafeLock
 from ssdtrain_fx.machine.call_runner import run_calls
 from ssdtrain_fx.machine.probe_hardware import device_name
 from ssdtrain_fx.machine.profile_store import key_file_name, profile_directory
@@ -115,7 +115,7 @@ class CallTimes:
         self._key = key
         self._path = profile_directory() / key.file_name
         self._run = run
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._known = self._exchange(_Stored(uuid.uuid4().hex, {}), adopt=True)
 
     @property
@@ -126,7 +126,7 @@ class CallTimes:
     def of(self, calls: Sequence[Call]) -> Mapping[str, Seconds]:
         """Seconds of ``calls`` by their keys. Calls whose time is not known are measured and stored."""
         by_key = {call.key: call for call in calls}
-        with self._lock:
+        with self._lock.current:
             if not by_key.keys() <= self._known.times.keys():
                 self._known = self._exchange(self._known)
             missing = [call for key, call in by_key.items() if key not in self._known.times]
@@ -194,7 +194,7 @@ def _is_time(value: object) -> bool:
 
 
 _loaded: dict[Path, CallTimes] = {}
-_loaded_lock = threading.Lock()
+_loaded_lock = ForkSafeLock()
 
 
 def load_call_times(device: str) -> CallTimes:
@@ -205,7 +205,7 @@ def load_call_times(device: str) -> CallTimes:
     """
     key = times_key(device)
     path = profile_directory() / key.file_name
-    with _loaded_lock:
+    with _loaded_lock.current:
         if path not in _loaded:
             _loaded[path] = CallTimes(key)
         return _loaded[path]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 from pathlib import Path
 
 import torch
 
 from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.fork_safe_lock import ForkSafeLock
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.machine.probe_hardware import (
     FullDiskError,
@@ -34,7 +34,7 @@ MAX_PROBES = 3
 """Maximum number of measurements of a machine that is disturbed."""
 
 _known: dict[str, Hardware] = {}
-_known_lock = threading.Lock()
+_known_lock = ForkSafeLock()
 
 
 def load_hardware(device: str, ssd_dir: SsdDir, *, measure: bool = True) -> Hardware:
@@ -49,7 +49,7 @@ def load_hardware(device: str, ssd_dir: SsdDir, *, measure: bool = True) -> Hard
     directories = check_directories(ssd_dir)
     key = profile_key(device_name(device), directories)
     identity = str(profile_path(key))
-    with _known_lock:
+    with _known_lock.current:
         hardware = _known.get(identity)
         if hardware is None:
             hardware = read_profile(key)

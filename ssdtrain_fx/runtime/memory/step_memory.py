@@ -20,7 +20,6 @@ import itertools
 import logging
 import os
 import resource
-import threading
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx._torch_private.arena import MIN_BYTES, ArenaLibrary, ArenaUnavailableError, load_arena_library
+from ssdtrain_fx.fork_safe_lock import ForkSafeLock
 from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES, round_up
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class StepMemory:
 
     def __init__(self, load: Callable[[], ArenaLibrary] = load_arena_library) -> None:
         self._load = load
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._is_loaded = False
         self._library: ArenaLibrary | None = None
         self._steps: set[int] = set()
@@ -74,7 +74,7 @@ class StepMemory:
     def library(self) -> ArenaLibrary | None:
         """None if the arena cannot be built here; that is logged once."""
         if not self._is_loaded:
-            with self._lock:
+            with self._lock.current:
                 if not self._is_loaded:
                     self._library = self._load_or_warn()
                     self._is_loaded = True
@@ -123,10 +123,6 @@ class StepMemory:
             page_faults=page_faults,
         )
 
-    def forget_after_fork(self) -> None:
-        """In a forked child: the lock may have been held by a thread that does not exist here."""
-        self._lock = threading.Lock()
-
     def _forget(self, step: int) -> None:
         self._steps.discard(step)
         if not self._steps:
@@ -149,7 +145,6 @@ class StepMemory:
 step_memory = StepMemory()
 _graphs = itertools.count(1)
 """Numbers for compiled graphs. The arena learns the layout of a step from the order in which they run."""
-os.register_at_fork(after_in_child=step_memory.forget_after_fork)
 
 
 def keep_memory_for(step: Step) -> Step:
@@ -190,7 +185,8 @@ def in_step_memory(call: Callable[[Any], Any], *, planned_peak_bytes: int) -> Ca
 def _return_garbage_of_compiling() -> None:
     """Return to the system what the compilation has freed on the heap: 120 MiB for a GPT-2 of 12 layers.
 
-    Steps would not use it, because their tensors come from the arena. No setting of the heap changes.
+    Steps would not use it, because their tensors come from the arena. No setting of the heap changes. If jemalloc or
+    tcmalloc replaces the heap of the C library, nothing happens.
     """
     if gc.isenabled():
         gc.collect()

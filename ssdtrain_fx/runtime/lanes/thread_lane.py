@@ -109,7 +109,7 @@ class ThreadLane(Lane):
             self._tensor_memory.release_idle()
 
     def enlist_copies(self, entry: Entry) -> None:
-        self._copies.extend(entry.chunks)
+        self._copies.extend(self._in_turns(entry))
         if self.has_host_tier:
             self._tier.join(entry)
         self._start_threads()
@@ -118,7 +118,7 @@ class ThreadLane(Lane):
 
     def enlist_reads(self, fill: Fill) -> None:
         self._begin_fill(fill)
-        for chunk in fill.entry.chunks:
+        for chunk in self._in_turns(fill.entry):
             if chunk.state in (ChunkState.SOURCE, ChunkState.COPYING):
                 chunk.waiting_fills.append(fill)
             else:
@@ -178,6 +178,14 @@ class ThreadLane(Lane):
         return True
 
     # -- choosing the next task, with the lock held --------------------------------------------------------------------
+
+    def _in_turns(self, entry: Entry) -> Sequence[Chunk]:
+        """The chunks of ``entry``, ordered so that the threads work on all drives at the same time. A stripe may hold
+        more chunks than there are threads."""
+        stripe_bytes, slot = self._ledger.file.stripe_bytes, entry.slot
+        if stripe_bytes is None or slot is None:
+            return entry.chunks
+        return sorted(entry.chunks, key=lambda chunk: (slot.offset_bytes + chunk.start) % stripe_bytes)
 
     def _start_threads(self) -> None:
         if len(self._threads) < self._thread_count and not self._closing:

@@ -1,5 +1,6 @@
 """Several files as one, compared with a plain byte array without stripes."""
 
+import collections
 import errno
 import mmap
 import random
@@ -8,15 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_fakes import MemoryFile, fetch, offload
+from runtime_fakes import MemoryFile, fetch, no_aio, offload
 
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.aio import AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile, SpillFile
-from ssdtrain_fx.runtime.storage.striped_file import StripedFile, open_spill_file
+from ssdtrain_fx.runtime.storage.striped_file import ROW_BYTES, StripedFile, open_spill_file, stripe_bytes_for
 
 STRIPE = 8192
+MIB = 1 << 20
 
 
 def memory_files(count: int) -> list[MemoryFile]:
@@ -50,6 +52,75 @@ def test_one_long_run_is_shared_equally() -> None:
     for offset in range(0, 6 * STRIPE, STRIPE):
         file.write(memoryview(bytes(STRIPE)), offset)
     assert [part.write_count for part in parts] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("drives", "mebibytes"), [(2, 16), (3, 8), (4, 8), (5, 4), (8, 4), (16, 4)])
+def test_stripes_are_long_but_large_tensors_lie_on_all_drives(drives: int, mebibytes: int) -> None:
+    stripe_bytes = stripe_bytes_for(drives)
+    assert stripe_bytes == mebibytes * MIB
+    if drives <= 8:
+        assert stripe_bytes * drives <= ROW_BYTES
+    assert StripedFile(memory_files(drives)).stripe_bytes == stripe_bytes
+
+
+@pytest.mark.parametrize(("drives", "chunks"), [(2, 2), (4, 3), (8, 6)])
+@pytest.mark.parametrize("before_bytes", [0, 5 * MIB + 4096])
+def test_a_medium_tensor_moves_in_few_chunks_at_the_rate_of_most_drives(
+    drives: int, chunks: int, before_bytes: int, tmp_path: Path
+) -> None:
+    """24 MiB, at the start of a stripe or within one. No drive gets more than a third above an equal share, if the
+    tensor starts with a stripe, and twice an equal share elsewhere."""
+    if not native_aio():
+        pytest.skip("this system has no native AIO")
+    folders = [tmp_path / str(number) for number in range(drives)]
+    for folder in folders:
+        folder.mkdir()
+    with Engine(EngineConfig(ssd_dir=tuple(map(str, folders)), io="aio")) as engine:
+        before = offload(engine, torch.zeros(max(1, before_bytes), dtype=torch.uint8))
+        aligned = torch.frombuffer(mmap.mmap(-1, 24 * MIB), dtype=torch.uint8)
+        if not before_bytes:
+            del before
+        token = engine.offload(aligned, "x")
+        entry = engine.find_entry(token)
+        assert entry is not None
+        assert entry.slot is not None
+        assert len(entry.chunks) <= chunks + 1  # 12 with stripes of 2 MiB
+        shares: collections.Counter[int] = collections.Counter()
+        for chunk in entry.chunks:
+            start, length = chunk.pages
+            shares[engine._file.locate(entry.slot.offset_bytes + start)[0]] += length
+        equal_bytes = 24 * MIB / drives
+        assert max(shares.values()) <= (2 if before_bytes else 1.34) * equal_bytes
+        engine.release(token, aligned)
+        engine.wait_until_idle()
+        assert torch.equal(fetch(engine, token, aligned), aligned)
+        del token
+
+
+def test_threads_work_on_all_drives_though_a_stripe_holds_more_chunks_than_there_are_threads(tmp_path: Path) -> None:
+    """Two drives, so four threads. A stripe has eight chunks: without turns, all threads would read the first drive."""
+    parts = memory_files(2)
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    config = EngineConfig(ssd_dir=tuple(map(str, folders)))
+    open_striped: Callable[[object], ChunkFile] = lambda directories: StripedFile(parts, 8 * 4096)  # noqa: E731
+    with Engine(config, open_file=open_striped, open_aio=no_aio, chunk_bytes=4096) as engine:
+        x = torch.arange(4 * 8 * 4096 // 8)
+        expected = x.clone()
+        token = offload(engine, x)
+        engine.wait_until_idle()
+        for part in parts:
+            part.reads_may_go_on.clear()
+        y = engine.reload(token, x.size())
+        try:
+            assert [part.read_begun.acquire(timeout=30) for part in parts for _ in range(2)] == [True] * 4
+        finally:
+            for part in parts:
+                part.reads_may_go_on.set()
+        engine.wait(y, token)
+        assert torch.equal(y, expected)
+        del token
 
 
 def test_location_within_a_stripe(tmp_path: Path) -> None:

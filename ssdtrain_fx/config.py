@@ -115,6 +115,10 @@ class OffloadConfig:
     each directory on a GPU. On a GPU it is also the host tier: what is needed soonest stays in it and is never written
     to the SSD."""
 
+    disk_reserve_bytes: int | None = None
+    """Free space that offloading leaves on the file system of each directory, for checkpoints and other files. What
+    would need it stays in memory, with a warning. None: 1 GiB, but at most 5 % of the file system."""
+
     max_slowdown: float = 0.01
     """Maximum increase of the step time that the planner may predict, as a share of the step time without offloading.
     If the disk is slower than predicted, stalls outside the plan take at most half of this share: tensors whose
@@ -165,6 +169,8 @@ class OffloadConfig:
             _require_int("memory_budget_bytes", self.memory_budget_bytes, minimum=1, or_else="'auto', or None")
         if self.host_budget_bytes is not None:
             _require_int("host_budget_bytes", self.host_budget_bytes, minimum=1)
+        if self.disk_reserve_bytes is not None:
+            _require_int("disk_reserve_bytes", self.disk_reserve_bytes, minimum=0, or_else="or None")
         if self.policy == "all" and self.memory_budget_bytes is not None:
             raise ConfigError(
                 "Options policy='all' and memory_budget_bytes of backend 'ssdtrain' contradict each other: the "
@@ -298,6 +304,7 @@ class OffloadConfig:
             ssd_dir=_strings(self.ssd_dir),
             io=self.io,
             host_budget_bytes=self.host_budget_bytes,
+            disk_reserve_bytes=self.disk_reserve_bytes,
             checksum=self.checksum,
             io_timeout_s=self.io_timeout_s,
             max_stall_share=UNPLANNED_SHARE * self.max_slowdown if in_time else None,

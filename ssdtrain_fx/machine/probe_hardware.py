@@ -91,7 +91,9 @@ def measure_hardware(
             begin(f"exp, tanh, erf, {dtype_name}")
             elements_per_s[dtype_name] = element_rate(target, clock, effort, dtype, memory_bytes_per_s)
         # The tensors of a step come from its arena. Pinning their huge pages costs less than pinning pages of the heap.
-        with Engine(EngineConfig(ssd_dir=directories), cuda=cuda) as engine, step_memory.inside():
+        # What is kept in memory would be measured as well. `_require_room` has found twice the room that is needed.
+        config = EngineConfig(ssd_dir=directories, disk_reserve_bytes=0)
+        with Engine(config, cuda=cuda) as engine, step_memory.inside():
             traffic = Traffic(engine, target)
             begin("blocks of the file")
             traffic.write_s(effort.large_bytes, 2 * effort.large_count)

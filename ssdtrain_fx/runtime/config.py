@@ -16,6 +16,7 @@ class EngineConfig:
     ssd_dir: str | tuple[str, ...] | None = None
     io: IOPath = "auto"
     host_budget_bytes: int | None = None
+    disk_reserve_bytes: int | None = None
     checksum: bool = False
     io_timeout_s: float | None = 300.0
     max_stall_share: float | None = None

@@ -21,6 +21,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -58,7 +59,7 @@ from ssdtrain_fx.runtime.policy.patience import Clock
 from ssdtrain_fx.runtime.policy.stalls import Stalls
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.storage.directory import check_directories
-from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
+from ssdtrain_fx.runtime.storage.spill_file import ChunkFile, SpillFile
 from ssdtrain_fx.runtime.storage.striped_file import open_spill_file
 from ssdtrain_fx.runtime.trace import Trace, record_calls
 
@@ -82,7 +83,7 @@ class Engine:
         config: EngineConfig,
         *,
         handles: Iterator[int] | None = None,
-        open_file: Callable[[Sequence[str]], ChunkFile] = open_spill_file,
+        open_file: Callable[[Sequence[str]], ChunkFile] | None = None,
         open_aio: Callable[[], Aio] | None = None,
         choose_kvikio: Callable[[IOPath, Sequence[str], Any], Kvikio | None] = choose_kvikio,
         cuda: Any = torch.cuda,
@@ -111,7 +112,11 @@ class Engine:
         self._choose_kvikio = choose_kvikio
         directories = check_directories(config.ssd_dir)
         self._directories = directories
-        self._file = open_file(directories)
+        if open_file is None:
+            open_one = functools.partial(SpillFile, reserve_bytes=config.disk_reserve_bytes)
+            self._file = open_spill_file(directories, open_one)
+        else:
+            self._file = open_file(directories)
         self._ledger = Ledger(self._file, Admission(config.max_stall_share, clock), Traffic(clock))
         self._stalls = Stalls(self._ledger, config.io_timeout_s, clock, self._describe_transfers)
         self._runs = GraphRuns(self._ledger)
@@ -479,6 +484,10 @@ class Engine:
             "process ends. %s",
             left_over,
         )
+
+    def forget_after_fork(self) -> None:
+        """In a forked child: leave everything to the parent, in whatever state it was at the fork."""
+        self._ledger.forget_after_fork()
 
     def _io_path(self) -> str:
         return ", ".join(dict.fromkeys(lane.io_path for lane in self._lanes.values())) or self._file.io_path

@@ -6,8 +6,8 @@ configuration, as a string argument, and in backward the token.
 Guarantees:
 
 * Equal configurations share one engine. Handles are never reused in a process.
-* A forked child uses none of its parent's engines: it does not close them, does not write to their files, and opens its
-  own engines on first use. A token of the parent raises ActivationLostError there.
+* A forked child uses none of its parent's engines: it does not close them, does not hold their files, and opens its own
+  engines on first use. A token or a ticket of the parent raises ActivationLostError there.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ class Engines:
     def forget_after_fork(self) -> None:
         """In a forked child: leave the parent's engines alone, in whatever state they were at the fork."""
         self._lock = threading.Lock()
-        self._inherited.extend(self._by_config.values())  # never destroyed, so none of their code runs here
+        for engine in self._by_config.values():
+            engine.forget_after_fork()  # a reloading that has not been waited for leads to it
+            self._inherited.append(engine)  # never destroyed, so none of their code runs here
         self._by_argument = {}
         self._by_config = {}
         self._trace = None

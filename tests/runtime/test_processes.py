@@ -149,6 +149,71 @@ def test_a_forked_child_has_separate_engines(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_forked_child_does_not_wait_for_a_reload_of_its_parent(tmp_path: Path) -> None:
+    """The ticket knows its engine, whose lock another thread holds, and whose transfers end in the parent."""
+    script = """
+        from ssdtrain_fx.errors import ActivationLostError
+        token = offload(x)
+        runtime._engines.open(engine).wait_until_idle()
+        ticket = ops.reload(token, x.size(), x.stride(), x.dtype, x.device)
+        ledger = runtime._engines.open(engine)._ledger
+        held, may_go_on = threading.Event(), threading.Event()
+
+        def hold():
+            with ledger.lock:
+                held.set()
+                may_go_on.wait()
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            try:
+                ops.wait(ticket, x.size(), x.stride(), x.dtype, x.device)
+            except ActivationLostError as error:
+                os._exit(0 if "was opened before this process was forked" in str(error) else 2)
+            os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        may_go_on.set()
+        holder.join()
+        print(code, torch.equal(ops.wait(ticket, x.size(), x.stride(), x.dtype, x.device), x))
+    """
+    returncode, output, errors = run(script, tmp_path)
+    assert (returncode, output) == (0, "0 True\n"), errors
+
+
+def test_a_forked_child_finds_every_lock_free(tmp_path: Path) -> None:
+    """Another thread holds the locks at the fork, as while it compiles. It does not exist in the child."""
+    script = """
+        from ssdtrain_fx.machine.call_times import _loaded_lock
+        from ssdtrain_fx.machine.probe import _known_lock
+        from ssdtrain_fx.runtime.memory.step_memory import step_memory
+        locks = [_known_lock, _loaded_lock, step_memory._lock]
+        held, may_go_on = threading.Event(), threading.Event()
+
+        def hold():
+            with locks[0].current, locks[1].current, locks[2].current:
+                held.set()
+                may_go_on.wait()
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            os._exit(sum(not lock.current.acquire(blocking=False) for lock in locks))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert all(lock.current.locked() for lock in locks)
+        may_go_on.set()
+        holder.join()
+        assert not any(lock.current.locked() for lock in locks)
+        print(code)
+    """
+    returncode, output, errors = run(script, tmp_path)
+    assert (returncode, output) == (0, "0\n"), errors
+
+
 HANGING = {
     "posix": """
         from ssdtrain_fx.runtime.storage.spill_file import SpillFile
@@ -160,6 +225,101 @@ HANGING = {
         KernelAio.close = lambda *arguments: threading.Event().wait()
     """,
 }
+
+
+WATCH_CHILD = """
+from pathlib import Path
+
+def held_by(process):
+    links = []
+    for path in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            links.append(os.readlink(path))
+        except FileNotFoundError:  # the descriptor of this listing
+            pass
+    return [link for link in links if link.startswith(sys.argv[1])]
+
+def fork_and_live():
+    parent_lives, parents_end = os.pipe()
+    child_lives, childs_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(parents_end)
+        os.write(childs_end, b"!")
+        os.read(parent_lives, 1)  # until the parent ends
+        os._exit(0)
+    os.close(parent_lives)
+    os.read(child_lives, 1)
+    return child
+
+def free_bytes():
+    status = os.statvfs(sys.argv[1])
+    return status.f_bavail * status.f_frsize
+"""
+
+
+@pytest.mark.parametrize("io", ["posix", "aio"])
+def test_a_child_does_not_hold_the_file_that_its_parent_closes(tmp_path: Path, io: str) -> None:
+    """KvikIO opens the file a second time; the descriptor is its own. The parent uses both as before."""
+    script = f"""
+        engine = EngineConfig(ssd_dir=sys.argv[1], io={io!r}).to_argument()
+        token = offload(x)
+        descriptor = runtime._engines.open(engine)._file.fileno()
+        second = os.open(f"/proc/self/fd/{{descriptor}}", os.O_RDWR)
+        child = fork_and_live()
+        assert len(held_by(os.getpid())) == 2
+        assert torch.equal(fetch(token, x), x)
+        assert torch.equal(fetch(offload(x + 1), x), x + 1)
+        print(held_by(child))
+        full_bytes = free_bytes()
+        os.close(second)
+        runtime.close()
+        print(held_by(os.getpid()), free_bytes() - full_bytes > 100 << 20)
+    """
+    returncode, output, errors = run(WATCH_CHILD + textwrap.dedent(script), tmp_path)
+    assert (returncode, output) == (0, "[]\n[] True\n"), errors
+
+
+@pytest.mark.parametrize("io", ["posix", "aio"])
+def test_a_child_does_not_hold_the_file_of_an_engine_that_was_given_up(tmp_path: Path, io: str) -> None:
+    script = f"""
+        {HANGING[io].strip()}
+        engine = EngineConfig(ssd_dir=sys.argv[1], io={io!r}, io_timeout_s=0.2).to_argument()
+        token = offload(torch.arange(1000))
+        runtime.close()
+        child = fork_and_live()
+        print(len(held_by(os.getpid())), held_by(child))
+    """
+    returncode, output, errors = run(WATCH_CHILD + textwrap.dedent(script), tmp_path)
+    assert (returncode, output) == (0, "1 []\n"), errors
+
+
+def test_what_a_child_does_with_an_inherited_file_reaches_no_other_file(tmp_path: Path) -> None:
+    """The number of the descriptor is not given to the next file that the child opens."""
+    script = """
+        from pathlib import Path
+        token = offload(x)
+        inherited = runtime._engines.open(engine)._file
+        child = os.fork()
+        if child == 0:
+            own = Path(sys.argv[1], "own")
+            with own.open("w") as file:
+                file.write("precious")
+                file.flush()
+                try:
+                    inherited.read(memoryview(bytearray(4096)), 0)
+                    os._exit(1)
+                except OSError as error:
+                    assert "short read" in str(error)
+                inherited.write(memoryview(bytes(4096)), 0)
+                inherited.close()
+                file.write("!")
+            os._exit(0 if own.read_text() == "precious!" else 2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        print(torch.equal(fetch(token, x), x))
+    """
+    returncode, output, errors = run(script, tmp_path)
+    assert (returncode, output) == (0, "True\n"), errors
 
 
 @pytest.mark.parametrize("io", HANGING)

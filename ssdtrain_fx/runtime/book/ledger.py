@@ -104,6 +104,7 @@ class Ledger:
         self.trace: Observer | None = None
         """What records events; None while nothing is recorded."""
         self.closed = False
+        self._left_to_parent: dict[int, Entry] | None = None
         self.failure: BaseException | None = None
         self.trim_wanted = False
         self._may_trim = True
@@ -120,6 +121,11 @@ class Ledger:
 
     def check_usable(self, name: str) -> None:
         """Raise if the engine has stopped or is closed, so that waiting is pointless."""
+        if self._left_to_parent is not None:
+            raise ActivationLostError(
+                f"{name!r}: the engine on {self.file.path} was opened before this process was forked. Its saved "
+                "tensors are in the parent process: run backward in the process that ran forward."
+            )
         if isinstance(self.failure, ConfigError):
             raise ConfigError(str(self.failure)) from self.failure
         if self.failure is not None:
@@ -131,6 +137,14 @@ class Ledger:
                 f"{name!r} cannot be read back: the engine on {self.file.path} was closed. "
                 "Close engines only after the last backward."
             )
+
+    def forget_after_fork(self) -> None:
+        """In a forked child: let every op raise. Nothing is destroyed, and no transfer is asked for: the kernel and the
+        threads answer to the parent. Another thread may have held the lock at the fork."""
+        self.lock = threading.Lock()
+        self.progress = threading.Condition(self.lock)
+        self.closed = True
+        self._left_to_parent, self.entries = self.entries, {}
 
     def stop_because_of(self, failure: BaseException) -> None:
         """Stop after an error that is not an I/O error, so that no thread waits forever. Takes the lock."""

@@ -6,7 +6,10 @@ opened by others and is deleted with its last descriptor, even after ``kill -9``
 Guarantees:
 
 * The file has mode 0600 and no name. Where the file system does not support O_TMPFILE, it has a name between creation
-  and unlink.
+  and unlink. NFS keeps a name (``.nfs...``) for an unlinked file until it is closed.
+* Growth leaves room for other files (:mod:`ssdtrain_fx.runtime.storage.space`).
+* Without direct I/O, the page cache holds little of the file: what has been written or read is dropped from it.
+* A forked child does not hold the file (:mod:`ssdtrain_fx.runtime.storage.forks`).
 * :meth:`SpillFile.write` and :meth:`SpillFile.read` move all bytes or raise OSError.
 * :meth:`SpillFile.grow` returns the error instead of raising it: a full disk must not stop training.
 * All methods may be called from any thread. ``grow`` and ``shrink`` exclude each other; reads and writes take no lock.
@@ -16,21 +19,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import logging
 import mmap
 import os
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES
-from ssdtrain_fx.runtime.storage.rank import process_rank, rank_directory
+from ssdtrain_fx.runtime.storage.forks import close_kept, keep_from_children
+from ssdtrain_fx.runtime.storage.rank import process_rank, rank_directory, remove_if_empty
+from ssdtrain_fx.runtime.storage.space import DiskSpace
 
 log = logging.getLogger(__name__)
 
 GROWTH_STEP_BYTES = 256 << 20
+DROP_STEP_BYTES = 16 << 20
+"""Without direct I/O, the page cache is dropped each time that this much has been moved. A guess."""
 
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF})
 _NO_O_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS})
@@ -69,26 +79,36 @@ class SpillFile:
 
     stripe_bytes: int | None = None
 
-    def __init__(self, directory: str) -> None:
+    def __init__(
+        self, directory: str, reserve_bytes: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """See :class:`ssdtrain_fx.runtime.storage.space.DiskSpace` for ``reserve_bytes`` and ``clock``."""
         rank = process_rank()
         self.path = f"{directory}/(unnamed spill file{'' if rank is None else f' of rank {rank}'})"
-        with rank_directory(directory, rank) as own_directory:
-            descriptor = _open_unnamed(own_directory, os.O_DIRECT)
-            if descriptor is not None and not _accepts_direct_io(descriptor):
-                os.close(descriptor)
-                descriptor = None
-            self.direct = descriptor is not None
-            if descriptor is not None:
-                self.io_path = "posix O_DIRECT"
-            else:
-                _warn_of_buffered_io(directory)
-                descriptor = _open_unnamed(own_directory, 0)
-                assert descriptor is not None
-                self.io_path = "posix buffered"
-        self._descriptor = descriptor
+        self._descriptor = -1
+        self._directory = self._own_directory = directory
         self._size_bytes = 0
         self._size_lock = threading.Lock()
         self._step_bytes = GROWTH_STEP_BYTES
+        self._undropped_bytes = 0
+        try:
+            with rank_directory(directory, rank) as self._own_directory:
+                direct_descriptor = _open_unnamed(self._own_directory, os.O_DIRECT)
+                if direct_descriptor is None:
+                    descriptor = _open_unnamed(self._own_directory, 0)
+                    assert descriptor is not None
+                else:
+                    descriptor = direct_descriptor
+                self._descriptor = descriptor
+            keep_from_children(descriptor)
+            self.direct = direct_descriptor is not None and _accepts_direct_io(descriptor)
+        except BaseException:
+            self.close()
+            raise
+        self.io_path = "posix O_DIRECT" if self.direct else "posix buffered"
+        if not self.direct:
+            _warn_of_buffered_io(directory)
+        self._space = DiskSpace(descriptor, reserve_bytes, clock)
 
     @property
     def size_bytes(self) -> int:
@@ -108,10 +128,7 @@ class SpillFile:
             if size_bytes <= self._size_bytes:
                 return None
             in_steps = -(-size_bytes // self._step_bytes) * self._step_bytes
-            error = self._grow_to(in_steps)
-            if error is not None and in_steps != size_bytes:
-                error = self._grow_to(size_bytes)
-            return error
+            return self._space.grow(self._size_bytes, size_bytes, in_steps, self._grow_to)
 
     def _grow_to(self, size_bytes: int) -> OSError | None:
         try:
@@ -120,11 +137,11 @@ class SpillFile:
             if error.errno not in _NO_FALLOCATE:
                 with contextlib.suppress(OSError):  # a disk that has disappeared refuses this too
                     os.ftruncate(self._descriptor, self._size_bytes)  # free what was reserved before the failure
-                return error
+                return error.with_traceback(None)
             try:
                 os.ftruncate(self._descriptor, size_bytes)
             except OSError as truncate_error:
-                return truncate_error
+                return truncate_error.with_traceback(None)
         self._size_bytes = size_bytes
         return None
 
@@ -145,19 +162,37 @@ class SpillFile:
         while done < len(data):
             count = os.pwrite(self._descriptor, data[done:], offset_bytes + done)
             done = bytes_done(done, count, len(data), "write", offset_bytes, self.path)
+        self._drop_cached_pages(done)
 
     def read(self, data: memoryview, offset_bytes: int) -> None:
         done = 0
         while done < len(data):
             count = os.preadv(self._descriptor, [data[done:]], offset_bytes + done)
             done = bytes_done(done, count, len(data), "read", offset_bytes, self.path)
+        self._drop_cached_pages(done)
 
     def close(self) -> None:
         """Free the disk space. Further use raises OSError."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
+            close_kept(descriptor)
+        if self._own_directory != self._directory:
+            remove_if_empty(self._own_directory)  # on NFS, the file had a name in it until now
         self._size_bytes = 0
+
+    def _drop_cached_pages(self, moved_bytes: int) -> None:
+        """Drop the file from the page cache from time to time, which would hold it a second time.
+
+        The advice starts to write dirty pages, does not wait for them, and drops clean ones: so it drops what was
+        written before the previous advice. Several threads may lose a count of each other, which only delays it.
+        """
+        if self.direct:
+            return
+        self._undropped_bytes += moved_bytes
+        if self._undropped_bytes >= DROP_STEP_BYTES:
+            self._undropped_bytes = 0
+            with contextlib.suppress(OSError):  # it is only advice
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def bytes_done(done: int, count: int, total: int, verb: str, offset_bytes: int, path: str) -> int:
@@ -184,25 +219,33 @@ def _open_unnamed(directory: str, extra_flags: int) -> int | None:
             raise
     descriptor, name = tempfile.mkstemp(prefix="ssdtrain-", dir=directory)
     try:
-        if extra_flags:
-            os.close(descriptor)
-            descriptor = os.open(name, flags | os.O_NOFOLLOW)
-        return descriptor
+        try:
+            if extra_flags:
+                reopened = os.open(name, flags | os.O_NOFOLLOW)
+                os.close(descriptor)
+                descriptor = reopened
+        finally:
+            Path(name).unlink()
     except OSError as error:
+        os.close(descriptor)
         if error.errno == errno.EINVAL:
             return None
         raise
-    finally:
-        Path(name).unlink()
+    return descriptor
 
 
 def _accepts_direct_io(descriptor: int) -> bool:
-    """Whether a direct transfer works: some file systems accept O_DIRECT at open and refuse the first transfer."""
+    """Whether a direct transfer works: some file systems accept O_DIRECT at open and refuse the first transfer.
+
+    If it does not, O_DIRECT is cleared."""
     with mmap.mmap(-1, ALIGNMENT_BYTES) as block:
         try:
             os.pwrite(descriptor, block, 0)
         except OSError as error:
-            return error.errno != errno.EINVAL  # a full disk is handled when tensors are written
+            if error.errno == errno.EINVAL:
+                fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+                return False
+            return True  # a full disk is handled when tensors are written
     os.ftruncate(descriptor, 0)
     return True
 

@@ -6,6 +6,7 @@ that is loaded before the C library. The C library's own calls are not seen, so 
 
 from __future__ import annotations
 
+import ctypes.util
 import dataclasses
 import mmap
 import os
@@ -121,6 +122,18 @@ page = -(-x.data_ptr() // 4096) * 4096
 assert c_library.madvise(ctypes.c_void_p(page), ctypes.c_size_t(1 << 21), 14) in (0, -1)
 """
 
+ON_ANOTHER_HEAP = """
+import os
+del os.environ["LD_PRELOAD"]
+import torch
+from ssdtrain_fx.runtime.memory.step_memory import _return_garbage_of_compiling
+tensors = [torch.full((1000,), number) for number in range(1000)]
+for _ in range(3):
+    del tensors[::2]
+    _return_garbage_of_compiling()
+assert all(bool((x == x[0]).all()) for x in tensors)
+"""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
@@ -198,3 +211,15 @@ def test_a_process_that_does_not_leave_its_heap_alone_is_noticed(tmp_path: Path)
     _, advice = [call for call in calls if call.name == "madvise"]
     assert find_advice_elsewhere(calls) == [advice]
     assert (advice.second, advice.third) == (1 << 21, 14)
+
+
+@pytest.mark.parametrize("name", ["jemalloc", "tcmalloc_minimal"])
+def test_a_process_with_another_heap_is_unharmed(tmp_path: Path, name: str) -> None:
+    """``malloc_trim`` is still there and finds the heap of the C library empty."""
+    library = ctypes.util.find_library(name)
+    if library is None:
+        pytest.skip(f"lib{name} is not installed")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": library}
+    command = [sys.executable, "-c", ON_ANOTHER_HEAP]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -55,6 +55,8 @@ def test_an_unknown_option_lists_the_valid_ones() -> None:
         ("min_tensor_bytes", "1MiB", "an integer number of bytes"),
         ("min_tensor_bytes", True, "an integer number of bytes"),
         ("host_budget_bytes", 0, "at least 1"),
+        ("disk_reserve_bytes", -1, "at least 0"),
+        ("disk_reserve_bytes", "1G", "an integer number of bytes, or None"),
         ("memory_budget_bytes", 1.5, "an integer number of bytes, 'auto', or None"),
         ("memory_budget_bytes", "automatic", "an integer number of bytes, 'auto', or None"),
         ("memory_budget_bytes", True, "an integer number of bytes, 'auto', or None"),

@@ -185,7 +185,8 @@ def in_step_memory(call: Callable[[Any], Any], *, planned_peak_bytes: int) -> Ca
 def _return_garbage_of_compiling() -> None:
     """Return to the system what the compilation has freed on the heap: 120 MiB for a GPT-2 of 12 layers.
 
-    Steps would not use it, because their tensors come from the arena. No setting of the heap changes.
+    Steps would not use it, because their tensors come from the arena. No setting of the heap changes. If jemalloc or
+    tcmalloc replaces the heap of the C library, nothing happens.
     """
     if gc.isenabled():
         gc.collect()

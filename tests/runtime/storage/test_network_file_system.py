@@ -39,7 +39,7 @@ class SillyRename:
         return descriptor
 
     def unlink(self, path: Any, **options: Any) -> None:
-        status = os.stat(path)
+        status = Path(path).stat()
         left = Path(path).with_name(f".nfs{status.st_ino:024x}")
         Path(path).rename(left)
         self._left[status.st_dev, status.st_ino] = str(left)

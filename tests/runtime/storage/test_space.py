@@ -12,6 +12,7 @@ import pytest
 import torch
 from runtime_fakes import fetch, no_aio, offload
 
+from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.storage.space import RETRY_AFTER_S, DiskSpace
@@ -215,8 +216,8 @@ def test_an_engine_leaves_the_reserve_and_resumes(
         assert disk.calls == {"statvfs": 1}
         (warning,) = [record.getMessage() for record in caplog.records]
         assert (
-            "(unnamed spill file) (errno 28: its file system has 1.00 GiB left, and the option disk_reserve_bytes keeps "
-            "1.00 GiB free): tensors that cannot be written stay in memory."
+            "(unnamed spill file) (errno 28: its file system has 1.00 GiB left, and the option disk_reserve_bytes "
+            "keeps 1.00 GiB free): tensors that cannot be written stay in memory."
         ) in warning
         assert "Free disk space" in warning
 
@@ -228,9 +229,10 @@ def test_an_engine_leaves_the_reserve_and_resumes(
         del token
 
 
-def test_an_engine_passes_the_reserve_on(tmp_path: Path) -> None:
-    config = EngineConfig(ssd_dir=str(tmp_path), disk_reserve_bytes=1 << 60)
-    with Engine(EngineConfig.from_argument(config.to_argument())) as engine:
+def test_the_option_reaches_the_file(tmp_path: Path) -> None:
+    config = OffloadConfig(ssd_dir=str(tmp_path), disk_reserve_bytes=1 << 60)
+    assert config.cache_key() != OffloadConfig(ssd_dir=str(tmp_path)).cache_key()
+    with Engine(EngineConfig.from_argument(config.engine_config().to_argument())) as engine:
         token = offload(engine, torch.arange(300_000))
         engine.wait_until_idle()
         statistics = engine.statistics()

@@ -14,6 +14,7 @@ from steps import compare_gradients, settled_statistics, small_model
 from torch import Tensor, nn
 
 from ssdtrain_fx import OffloadConfig, backend, statistics
+from ssdtrain_fx.errors import ActivationLostError
 from ssdtrain_fx.testing import assert_same_bits, gradients_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -214,6 +215,40 @@ def test_exception_in_backward_leaves_the_engine_usable() -> None:
         Fails.apply(compiled(x)).backward()
     assert settled_statistics().slots_in_use == 0
     compiled(x).backward()
+    assert settled_statistics().slots_in_use == 0
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_saved_tensor_hooks_that_keep_what_they_get(inner: str) -> None:
+    """Of a CPU tensor, ``save_on_cpu`` makes no copy. A copied token works as long as the original lives."""
+
+    def loop(model: Callable[..., Tensor], batches: list[Tensor]) -> None:
+        with torch.autograd.graph.save_on_cpu():
+            model(batches[0]).backward()
+        kept: list[Tensor] = []
+
+        def pack(saved: Tensor) -> Tensor:
+            kept.append(saved)
+            return saved.clone()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            loss = model(batches[1])
+        loss.backward()
+        assert kept
+
+    compare(inner, loop)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_a_saved_tensor_hook_that_copies_the_token_and_drops_it(inner: Any) -> None:
+    torch.manual_seed(0)
+    model, x = torch.compile(Tower(), backend=backend(everything(inner))), torch.randn(8, 32)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        loss = model(x)
+    with pytest.raises(ActivationLostError, match=r"is a copy, and its original has been dropped.*save_on_cpu"):
+        loss.backward()
+    del loss
+    model(x).backward()  # the engine remains usable
     assert settled_statistics().slots_in_use == 0
 
 

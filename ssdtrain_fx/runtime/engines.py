@@ -13,6 +13,7 @@ Guarantees:
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.handles.tokens import Owner, handle_of
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.trace import Trace
+
+log = logging.getLogger(__name__)
 
 
 def _open_engine(config: EngineConfig, handles: Iterator[int]) -> Engine:
@@ -76,6 +79,13 @@ class Engines:
                 f"the token with handle {handle} belongs to an engine that was closed. "
                 "Close engines only after the last backward."
             )
+        if 0 < handle < next(self._handles):
+            raise ActivationLostError(
+                f"the token with handle {handle} is a copy, and its original has been dropped, together with the saved "
+                "tensor that it stood for. A saved-tensor hook made it, such as "
+                "torch.autograd.graph.save_on_cpu(pin_memory=True), or other code that copies what autograd saves. Run "
+                "compiled steps without it, or let it keep the tensor that it gets."
+            )
         raise InternalError(f"a token holds handle {handle}, which no engine issued: its memory was overwritten")
 
     def statistics(self) -> Statistics:
@@ -106,14 +116,26 @@ class Engines:
             engine.trace = trace
 
     def close(self, *, timeout_s: float = math.inf) -> None:
-        """Close every engine as :meth:`Engine.close` does. The next offload opens a new one."""
+        """Close every engine as :meth:`Engine.close` does. The next offload opens a new one.
+
+        If closing one raises, the others are closed, and the first error is raised.
+        """
         with self._lock:
             engines = tuple(self._by_config.values())
             self._by_argument = {}
             self._by_config = {}
             self._closed_at = next(self._handles)
+        first_error: BaseException | None = None
         for engine in engines:
-            engine.close(timeout_s=timeout_s)
+            try:
+                engine.close(timeout_s=timeout_s)
+            except BaseException as error:  # even an interrupt: nobody else will close the others
+                if first_error is None:
+                    first_error = error
+                else:
+                    log.error("another engine could not be closed either", exc_info=error)
+        if first_error is not None:
+            raise first_error
 
     def forget_after_fork(self) -> None:
         """In a forked child: leave the parent's engines alone, in whatever state they were at the fork."""

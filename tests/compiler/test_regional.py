@@ -284,6 +284,42 @@ def test_an_activation_that_was_written_to_in_between_is_another_one() -> None:
         torch.testing.assert_close(found[name], parameter.grad)
 
 
+def double_data(x: Tensor) -> None:
+    x.data.mul_(2)
+
+
+def double_numpy(x: Tensor) -> None:
+    x.detach().numpy()[...] *= 2
+
+
+def double_dlpack(x: Tensor) -> None:
+    torch.from_dlpack(x.detach()).mul_(2)
+
+
+@pytest.mark.parametrize("write", [double_data, double_numpy, double_dlpack])
+def test_a_write_that_changes_no_version_makes_another_activation(write: Callable[[Tensor], None]) -> None:
+    """Hazard 11. Both graphs save ``x``; the second one saves what it has read, as under plain Inductor."""
+    torch.manual_seed(0)
+    model, batch = Twice(), torch.randn(8, WIDTH)
+    first, second = model.layers
+    found: list[dict[str, Tensor]] = []
+    for compiler in ("inductor", backend(everything("inductor"))):
+        torch._dynamo.reset()
+        for layer in model.layers:
+            layer.compile(backend=compiler)
+        model.zero_grad(set_to_none=True)
+        x = model.first(batch)
+        version = x._version
+        y = first(x)
+        write(x)
+        assert x._version == version
+        second(x).square().sum().backward()
+        found.append(gradients_of(model))
+        del y  # alive until here, so that its graph keeps what it has saved
+    assert_same_bits(found[1], found[0])
+    assert settled_statistics().deduplicated_bytes == 0
+
+
 @pytest.mark.parametrize("options", [{}, {"policy": "auto", "max_slowdown": 10.0}])
 def test_a_link_of_a_chain_has_no_host_tier(options: dict[str, Any]) -> None:
     """All links would fill it at the same time. The same layer alone, whose input is no activation, has one."""

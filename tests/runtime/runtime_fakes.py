@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import errno
 import os
 import threading
@@ -23,6 +22,7 @@ from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio
 from ssdtrain_fx.runtime.lanes.lane import Lane
 from ssdtrain_fx.runtime.lanes.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.memory.cuda import CudaMover
+from ssdtrain_fx.runtime.memory.raw_memory import bytes_at
 from ssdtrain_fx.runtime.memory.staging import StagingPool
 from ssdtrain_fx.runtime.policy.patience import Clock
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
@@ -156,7 +156,7 @@ class FakeAio:
         return True
 
     def _work(self, opcode: int, address: int, length: int, offset: int, cookie: int) -> None:
-        memory = memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+        memory = bytes_at(address, length)
         try:
             (self._file.write if opcode == WRITE else self._file.read)(memory, offset)
         except OSError as error:

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.errors import ActivationLostError, InternalError
 from ssdtrain_fx.runtime import ops as runtime
 from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.handles.tokens import make_token
 
@@ -64,6 +65,40 @@ def test_a_ticket_is_good_for_one_wait(engine: str) -> None:
 def test_a_token_that_no_engine_made_is_refused() -> None:
     with pytest.raises(InternalError, match="handle -5, which no engine issued"):
         ops.reload(torch.tensor([-5]), (1,), (1,), torch.float32, torch.device("cpu"))
+
+
+def test_a_copied_token_is_good_while_the_original_lives(engine: str) -> None:
+    x = torch.randn(10)
+    token = ops.release(ops.offload(x, x.stride(), "x", engine), x)
+    copied = token.clone()
+    assert torch.equal(fetch(copied, x), x)
+    del token
+    with pytest.raises(ActivationLostError, match=r"is a copy, .* saved-tensor hook .* Run compiled steps without it"):
+        fetch(copied, x)
+    with pytest.raises(InternalError, match="which no engine issued: its memory was overwritten"):
+        fetch(copied + 1_000_000, x)
+
+
+def test_closing_goes_on_after_an_engine_that_cannot_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed: list[Engine] = []
+
+    def close(engine: Engine, *, timeout_s: float) -> None:
+        closed.append(engine)
+        raise RuntimeError(f"engine {len(closed)}")
+
+    engines = Engines()
+    arguments = [EngineConfig(ssd_dir=str(tmp_path), checksum=flag).to_argument() for flag in (False, True)]
+    opened = [engines.open(argument) for argument in arguments]
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "close", close)
+        with pytest.raises(RuntimeError, match="engine 1"):
+            engines.close()
+    assert closed == opened
+    assert "engine 2" in caplog.text
+    for engine in opened:
+        engine.close()
 
 
 def test_the_engine_is_found_by_the_token(tmp_path: Path) -> None:

@@ -79,9 +79,7 @@ def insert_recomputations(
     return dataclasses.replace(joint, saved=find_saved(joint))
 
 
-def _take_views_from_saved_bases(
-    joint: ScheduledJointGraph, alias_sets: AliasSets, in_backward: set[fx.Node]
-) -> None:
+def _take_views_from_saved_bases(joint: ScheduledJointGraph, alias_sets: AliasSets, in_backward: set[fx.Node]) -> None:
     """Save a base and not also its views: backward takes the views from it.
 
     A recomputation may read the base of a view that was saved so far. The compiler of backward would not know that

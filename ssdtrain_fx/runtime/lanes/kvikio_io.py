@@ -15,6 +15,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import math
@@ -62,8 +63,9 @@ class DeviceFile:
         self._transfer("read", data, offset_bytes)
 
     def close(self) -> None:
-        for handle in self._handles.values():
-            handle.close()
+        with contextlib.ExitStack() as handles:  # closes all of them, whatever one of them raises
+            for handle in self._handles.values():
+                handles.callback(handle.close)
 
     def _handle(self, descriptor: int) -> Any:
         with self._lock:

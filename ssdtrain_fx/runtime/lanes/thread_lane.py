@@ -24,8 +24,10 @@ Guarantees:
 * A failed write loses nothing: the buffer returns to the pool only after its bytes are in ordinary memory.
 * Each op wakes only one thread, because every wake-up takes the GIL from the training thread. A thread that takes a
   task and leaves others wakes the next one.
-* The threads are daemons. They start with the first chunk, and :meth:`ThreadLane.close` joins them unless the disk
-  hangs.
+* Copies that are enqueued on a device are followed by one more thread per device and direction, so that a slow device
+  delays no other one, and no thread asks a device for its state with the lock held.
+* The threads are daemons. They start with the first chunk, and :meth:`ThreadLane.close` joins them unless the disk or a
+  device hangs.
 """
 
 from __future__ import annotations
@@ -57,6 +59,15 @@ BUFFERS_FOR_READS = 1
 Task = Callable[[], None]
 
 
+class _Stream:
+    """Copies that a device makes in order, each with what to do when it is over, and the thread that follows them."""
+
+    def __init__(self, lock: threading.Lock, follow: Callable[[_Stream], None], name: str) -> None:
+        self.changed = threading.Condition(lock)
+        self.copies: collections.deque[tuple[Mark, Task]] = collections.deque()
+        self.thread = threading.Thread(target=follow, args=(self,), name=name, daemon=True)
+
+
 class ThreadLane(Lane):
     """A lane whose threads do the work."""
 
@@ -76,18 +87,16 @@ class ThreadLane(Lane):
         self._work = threading.Condition(ledger.lock)
         self._reads: collections.deque[tuple[Fill, Chunk]] = collections.deque()
         self._copies: collections.deque[Chunk] = collections.deque()
-        self._staged: collections.deque[Chunk] = collections.deque()
-        """Copies out of tensors that are enqueued on the device."""
         self._writes: collections.deque[Chunk] = collections.deque()
-        self._landing: collections.deque[tuple[Mark, Fill, Chunk, StagingBuffer]] = collections.deque()
-        """Copies into tensors that are enqueued on the device."""
-        self._awaited: set[str] = set()
-        """Queues whose first mark a thread is blocked on."""
+        self._streams: dict[tuple[torch.device, Direction], _Stream] = {}
+        """Copies that are enqueued on devices, by device and by what the disk does before or after them."""
         self.busy_with = thread_count
         self._thread_count = thread_count
         self._threads: list[threading.Thread] = []
         self._threads_inside = 0
         self._closing = False
+        self._draining = False
+        """Nothing will be enqueued on a device any more."""
         self._tier = HostTier()
         self.has_host_tier = mover.enqueues
         self._arriving_count = 0
@@ -135,47 +144,97 @@ class ThreadLane(Lane):
         if not self.mover.enqueues:
             return
         ledger = self._ledger
-        while True:
+        is_inside = False
+        try:
             with ledger.lock:
-                task = None if self._closing else self._next_copy()
+                self._threads_inside += 1
+                is_inside = True
+            while True:
+                with ledger.lock:
+                    task = None if self._closing else self._next_copy()
                 if task is None:
                     return
-                self._threads_inside += 1
-            try:
                 task()
-            except Exception as failure:  # the chunk may be neither in the tensor nor in staging now
-                ledger.stop_because_of(failure)
-                return
-            finally:
-                with ledger.lock:
-                    self._threads_inside -= 1
-                    ledger.progress.notify_all()
+        except BaseException as failure:  # a chunk that was taken may be neither in the tensor nor in staging now
+            ledger.stop_because_of(failure)
+            if not isinstance(failure, Exception):  # the caller has to learn of an interrupt
+                raise
+        finally:
+            with ledger.lock:
+                self._threads_inside -= is_inside
+                ledger.progress.notify_all()
 
     def close(self, patience: Patience) -> bool:
         ledger = self._ledger
         with ledger.lock:
             self._closing = True
             self._work.notify_all()
-        for thread in self._threads:
+        if not self._join(self._threads, patience):
+            return False
+        with ledger.lock:
+            while self._threads_inside:
+                left_s = patience.left_s()
+                if not left_s:
+                    return False
+                ledger.progress.wait(min(BLOCK_S, left_s))
+            self._draining = True
+            for stream in self._streams.values():
+                stream.changed.notify()
+        if not self._join([stream.thread for stream in self._streams.values()], patience):
+            return False
+        for queue in (self._reads, self._copies, self._writes):
+            queue.clear()
+        self._streams.clear()
+        self._tier = HostTier()
+        try:
+            self.mover.forget(self.pool.close())
+        finally:
+            self.release_idle()
+        return True
+
+    def _join(self, threads: Sequence[threading.Thread], patience: Patience) -> bool:
+        """Wait until ``threads`` have ended. False: patience ran out."""
+        for thread in threads:
             while thread.is_alive():
-                with ledger.lock:
+                with self._ledger.lock:
                     left_s = patience.left_s()
                 if not left_s:
                     return False
                 thread.join(min(BLOCK_S, left_s))
-        with ledger.lock:
-            while self._threads_inside:
-                ledger.progress.wait()
-        for mark, *_ in self._landing:
-            self.mover.wait_host(mark)
-        for chunk in self._staged:
-            self.mover.wait_host(chunk.copied)
-        for queue in (self._reads, self._copies, self._staged, self._writes, self._landing):
-            queue.clear()
-        self._tier = HostTier()
-        self.mover.forget(self.pool.close())
-        self.release_idle()
         return True
+
+    # -- following the device ------------------------------------------------------------------------------------------
+
+    def _when_over(self, mark: Mark, device: torch.device, direction: Direction, finish: Task) -> None:
+        """Call ``finish``, with the lock held, when the device has reached ``mark``. Needs the lock."""
+        stream = self._streams.get((device, direction))
+        if stream is None:
+            stream = _Stream(self._ledger.lock, self._follow, f"ssdtrain-{device}-{direction.name.lower()}")
+            stream.thread.start()
+            self._streams[device, direction] = stream
+        stream.copies.append((mark, finish))
+        stream.changed.notify()
+
+    def _follow(self, stream: _Stream) -> None:
+        """Finish the copies of ``stream`` one after the other. Blocks on the device without the lock."""
+        ledger = self._ledger
+        try:
+            while True:
+                with ledger.lock:
+                    while not stream.copies:
+                        if self._draining:
+                            return
+                        stream.changed.wait()
+                    mark, finish = stream.copies[0]
+                self.mover.wait_host(mark)
+                with ledger.lock:
+                    stream.copies.popleft()
+                    finish()
+                    self._work.notify()
+                del mark, finish  # without the lock, because they may hold the last reference to a tensor
+                ledger.tidy()
+        except BaseException as failure:  # such as a failed assertion in a kernel
+            ledger.stop_because_of(failure)
 
     # -- choosing the next task, with the lock held --------------------------------------------------------------------
 
@@ -206,38 +265,19 @@ class ThreadLane(Lane):
                     return
                 task()
                 task = None  # it holds tensors
-        except Exception as failure:  # whatever it is, no thread may wait for this one forever
+        except BaseException as failure:  # whatever it is, no thread may wait for this one forever
             ledger.stop_because_of(failure)
 
     def _wait_for_task(self) -> Task | None:
         while not self._closing:
             self._ledger.drain()
-            self._note_copied()
-            task = self._next_landed() or self._next_read() or self._next_copy() or self._next_write()
-            task = task or self._next_ahead() or self._next_sync()
+            task = self._next_read() or self._next_copy() or self._next_write() or self._next_ahead()
             if task is not None or self._ledger.trash or self._ledger.trim_wanted:
                 if self._reads or self._copies or self._writes or self._tier.wants_reads:
                     self._work.notify()
                 return task or _nothing
             self._work.wait()
         return None
-
-    def _note_copied(self) -> None:
-        while self._staged and self.mover.is_over(self._staged[0].copied):
-            chunk = self._staged.popleft()
-            if chunk.copied is not None:
-                chunk.copied = None
-                self._ledger.source_is_safe(chunk)
-            if chunk.entry.host and not chunk.entry.unneeded_on_disk:
-                self._ledger.hold(chunk)
-                self._tier.hold(chunk)
-            else:
-                self._writes.append(chunk)
-
-    def _next_landed(self) -> None:
-        while self._landing and self.mover.is_over(self._landing[0][0]):
-            _, fill, chunk, buffer = self._landing.popleft()
-            self._finish_read(fill, chunk, buffer)
 
     def _next_read(self) -> Task | None:
         while self._reads:
@@ -365,16 +405,6 @@ class ThreadLane(Lane):
         assert buffer is not None
         self.pool.drop_user(buffer)
 
-    def _next_sync(self) -> Task | None:
-        """Block on the device if there is nothing else to do; one thread per queue, the others stay available."""
-        if self._landing and "landing" not in self._awaited:
-            self._awaited.add("landing")
-            return functools.partial(self._sync, self._landing[0][0], "landing")
-        if self._staged and "staged" not in self._awaited:
-            self._awaited.add("staged")
-            return functools.partial(self._sync, self._staged[0].copied, "staged")
-        return None
-
     # -- tasks, without the lock ---------------------------------------------------------------------------------------
 
     def _copy_out(self, chunk: Chunk, sources: list[Region], buffer: StagingBuffer) -> None:
@@ -385,8 +415,9 @@ class ThreadLane(Lane):
         with self._ledger.lock:
             chunk.staging, chunk.copied, chunk.state = buffer, copied, ChunkState.STAGED
             if copied is None:
-                self._ledger.source_is_safe(chunk)
-            self._staged.append(chunk)
+                self._has_left(chunk)
+            else:
+                self._when_over(copied, entry.device, Direction.WRITE, functools.partial(self._has_left, chunk))
             self._trace("copy", chunk, began_ns)
             self._trace_levels()
             self._copied(chunk)
@@ -499,13 +530,17 @@ class ThreadLane(Lane):
             self._trace("forward", chunk, began_ns)
             self._issued(fill, chunk, None, None)
 
-    def _sync(self, mark: Mark, queue: str) -> None:
-        self.mover.wait_host(mark)
-        with self._ledger.lock:
-            self._awaited.discard(queue)
-            self._work.notify_all()
-
     # -- ends of transfers, with the lock held -------------------------------------------------------------------------
+
+    def _has_left(self, chunk: Chunk) -> None:
+        """``chunk`` is in staging, and the device does not need its tensor any more."""
+        chunk.copied = None
+        self._ledger.source_is_safe(chunk)
+        if chunk.entry.host and not chunk.entry.unneeded_on_disk:
+            self._ledger.hold(chunk)
+            self._tier.hold(chunk)
+        else:
+            self._writes.append(chunk)
 
     def _copied(self, chunk: Chunk) -> None:
         entry = chunk.entry
@@ -521,7 +556,8 @@ class ThreadLane(Lane):
             self._finish_read(fill, chunk, buffer)
         else:
             fill.marks.append(mark)
-            self._landing.append((mark, fill, chunk, buffer))
+            finish = functools.partial(self._finish_read, fill, chunk, buffer)
+            self._when_over(mark, fill.entry.device, Direction.READ, finish)
         fill.unissued -= 1  # last, because `wait` reads it without the lock
         if fill.unissued == 0:
             self._ledger.progress.notify_all()

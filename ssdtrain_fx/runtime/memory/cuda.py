@@ -73,9 +73,6 @@ class CudaMover:
         mark = self._copy_back(kept, target, start, length, after)
         self.wait_host(mark)
 
-    def is_over(self, mark: Mark) -> bool:
-        return mark is None or mark.query()
-
     def wait_host(self, mark: Mark) -> None:
         if mark is not None:
             mark.synchronize()

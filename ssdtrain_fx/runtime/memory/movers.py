@@ -17,9 +17,7 @@ from ssdtrain_fx.runtime.memory.staging import CPU_BUDGET_BYTES, StagingBuffer
 
 
 class Event(Protocol):
-    """The methods of ``torch.cuda.Event`` that are used."""
-
-    def query(self) -> bool: ...
+    """The method of ``torch.cuda.Event`` that is used."""
 
     def synchronize(self) -> None: ...
 
@@ -71,10 +69,6 @@ class Mover(Protocol):
         """Copy ordinary host memory to ``target[start:start + length]``. Has finished when it returns."""
         ...
 
-    def is_over(self, mark: Mark) -> bool:
-        """Whether the device has reached ``mark``. Never blocks."""
-        ...
-
     def wait_host(self, mark: Mark) -> None:
         """Block this thread until the device has reached ``mark``."""
         ...
@@ -111,9 +105,6 @@ class CpuMover:
 
     def copy_kept(self, kept: Tensor, target: Region, start: int, length: int, after: Sequence[Mark]) -> None:
         ctypes.memmove(target.address + start, kept.data_ptr(), length)
-
-    def is_over(self, mark: Mark) -> bool:
-        return True
 
     def wait_host(self, mark: Mark) -> None:
         return

@@ -491,6 +491,28 @@ def test_slots_and_memory_of_a_tensor_that_stayed_are_given_back(file: SlowFile)
         assert not engine._ledger.entries
 
 
+@pytest.mark.parametrize("how", ["resize_", "data"])
+def test_the_owner_of_a_tensor_that_stayed_changes_its_storage(file: SlowFile, how: str) -> None:
+    """As a wrapper that shards parameters may do to the memory that the engine holds."""
+    with engine_on(file) as engine:
+        spend_all(engine)
+        file.writes_may_go_on.clear()
+        x = X.clone()
+        token = engine.release(engine.offload(x, "x"), x, exclusive=True)
+        assert engine._ledger.residents
+        if how == "resize_":
+            x.untyped_storage().resize_(2 * X.nbytes)
+        else:
+            x.data = X + 1
+        y = fetch(engine, token, X)
+        assert torch.equal(y, X)
+        assert engine.hand_over(y).data_ptr() != y.data_ptr()  # its owner is alive
+        del token
+        file.writes_may_go_on.set()
+        engine.wait_until_idle()
+        assert not engine._ledger.residents
+
+
 def test_another_layout_is_served_by_a_copy(file: SlowFile) -> None:
     with engine_on(file) as engine:
         spend_all(engine)

@@ -5,15 +5,20 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from runtime_fakes import FakeCuda, MemoryFile, StandInEngine, fetch, offload
+from runtime_fakes import FakeCuda, FakeEvent, MemoryFile, StandInEngine, fetch, offload
+from torch import Tensor
 
-from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
+from ssdtrain_fx.runtime import engine as engine_module
 from ssdtrain_fx.runtime.book.admission import BALANCE_LIMIT_S
+from ssdtrain_fx.runtime.book.records import Entry
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.memory.cuda import CudaMover
 
 
 @pytest.fixture
@@ -228,6 +233,142 @@ def test_a_failed_write_is_kept_and_comes_back(engine: StandInEngine, file: Memo
     engine.wait_until_idle()
     assert engine.statistics().kept_bytes == 4096
     assert torch.equal(fetch(engine, token, torch.arange(1024)), torch.arange(1024))
+
+
+def close_soon(engine: StandInEngine) -> None:
+    """Close an engine whose device or caller hangs. Fails if that takes much longer than the limit."""
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(engine.close, timeout_s=0.05).result(timeout=20)
+
+
+def test_a_device_that_hangs_does_not_hold_up_the_close(
+    tmp_path: Path, file: MemoryFile, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda.device_is_fast = False
+    engine = StandInEngine(EngineConfig(ssd_dir=str(tmp_path)), file, cuda, thread_count=0)
+    token = engine.offload(torch.arange(512), "x")
+    try:
+        close_soon(engine)
+        assert "closed an engine although its transfers do not finish" in caplog.text
+        assert not file.closed
+        with pytest.raises(ActivationLostError, match="was closed"):
+            engine.reload(token, (512,))
+    finally:
+        cuda.finish_all()
+
+
+def test_a_caller_that_hangs_within_a_copy_does_not_hold_up_the_close(
+    tmp_path: Path, file: MemoryFile, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+    copy_out = CudaMover.copy_out
+
+    def copy_out_later(self: CudaMover, *arguments: Any) -> Any:
+        begun.set()
+        assert may_go_on.wait(60)
+        return copy_out(self, *arguments)
+
+    monkeypatch.setattr(CudaMover, "copy_out", copy_out_later)
+    engine = StandInEngine(EngineConfig(ssd_dir=str(tmp_path)), file, cuda, thread_count=0)
+    with ThreadPoolExecutor(1) as threads:
+        owner = threads.submit(engine.offload, torch.arange(512), "x")
+        assert begun.wait(60)
+        try:
+            close_soon(engine)
+        finally:
+            may_go_on.set()
+        owner.result(timeout=60)
+    assert not file.closed  # its memory may still have been in use
+
+
+def test_after_a_failed_assertion_on_the_device_the_engine_is_closed(
+    tmp_path: Path, file: MemoryFile, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(event: FakeEvent) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(FakeEvent, "synchronize", fail)
+    engine = StandInEngine(EngineConfig(ssd_dir=str(tmp_path)), file, cuda, thread_count=0)
+    token = engine.offload(torch.arange(512), "x")
+    with pytest.raises(InternalError, match=r"stopped: .*device-side assert triggered"):
+        engine.wait_until_idle()
+    with pytest.raises(InternalError, match=r"stopped: .*device-side assert triggered"):
+        engine.reload(token, (512,))
+    engine.close()
+    assert file.closed
+    assert set(cuda.runtime.registered.values()) == {0}
+
+
+@pytest.mark.parametrize("interrupted", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_within_a_copy_leaves_no_chunk_between_two_states(
+    tmp_path: Path,
+    file: MemoryFile,
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    interrupted: type[BaseException],
+) -> None:
+    """Whether the device was given the copy is not known, so the engine stops: nobody waits for the chunk."""
+
+    def interrupt(*_: object) -> None:
+        raise interrupted
+
+    monkeypatch.setattr(CudaMover, "copy_out", interrupt)
+    config = EngineConfig(ssd_dir=str(tmp_path), io_timeout_s=0.05)
+    with StandInEngine(config, file, cuda, thread_count=0) as engine:
+        with pytest.raises(interrupted):
+            engine.offload(torch.arange(512), "x")
+        with pytest.raises(InternalError, match=f"stopped: {interrupted.__name__}"):
+            engine.wait_until_idle()
+    assert file.closed
+
+
+class _OnTwoDevices(Entry):
+    """An entry on the device that is its name."""
+
+    def __init__(self, x: Tensor, name: str, *rest: Any) -> None:
+        super().__init__(x, name, *rest)
+        self.device = torch.device(name)
+
+
+def test_a_slow_device_delays_no_other_one(
+    engine: StandInEngine, cuda: FakeCuda, file: MemoryFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "Entry", _OnTwoDevices)
+    engine._lanes["cuda"] = engine._lane("cpu")
+    cuda.device_is_fast = False
+    slow = engine.offload(torch.arange(512), "cuda:0")
+    cuda.device_is_fast = True
+    fast = engine.offload(torch.arange(512), "cuda:1")
+    assert file.write_begun.acquire(timeout=30)
+    (written,) = file.begun
+    entry = engine.find_entry(fast)
+    assert entry is not None
+    assert entry.slot is not None
+    assert written == ("write", entry.slot.offset_bytes)
+    del slow
+
+
+def test_the_state_of_the_device_is_asked_for_without_the_lock(
+    engine: StandInEngine, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver may block even in a query, and then no op could go on."""
+    found: list[bool] = []
+    for name in ("query", "synchronize"):
+        ask = getattr(FakeEvent, name)
+
+        def ask_and_look(event: FakeEvent, ask: Any = ask) -> Any:
+            free = engine._ledger.lock.acquire(timeout=2)
+            found.append(free)
+            if free:
+                engine._ledger.lock.release()
+            return ask(event)
+
+        monkeypatch.setattr(FakeEvent, name, ask_and_look)
+    token = offload(engine, torch.arange(1024))
+    assert torch.equal(fetch(engine, token, torch.arange(1024)), torch.arange(1024))
+    engine.wait_until_idle()
+    assert found
+    assert all(found)
 
 
 def test_memory_that_cannot_be_pinned(engine: StandInEngine, cuda: FakeCuda) -> None:

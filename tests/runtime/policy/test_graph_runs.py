@@ -212,7 +212,30 @@ def test_the_same_tensor_is_written_once(engine: Engine) -> None:
     assert engine.statistics().slots_in_use == 0
 
 
-def test_what_differs_in_place_version_or_identity_is_another_tensor(engine: Engine) -> None:
+def test_equal_bytes_at_the_same_place_are_written_once_whoever_wrote_them(engine: Engine) -> None:
+    x = torch.arange(SIZE)
+    tokens = [offload_external(engine, x)]
+    x.add_(1)
+    x.sub_(1)
+    tokens.append(offload_external(engine, x))
+    assert engine.statistics().deduplicated_bytes == x.nbytes
+
+
+@pytest.mark.parametrize("position", range(SIZE))
+def test_a_write_past_the_version_counter_is_seen_wherever_it_is(engine: Engine, position: int) -> None:
+    x = torch.arange(SIZE)
+    before = x.clone()
+    tokens = [offload_external(engine, x)]
+    x.numpy()[position] = -1
+    tokens.append(offload_external(engine, x))
+    assert engine.statistics().deduplicated_bytes == 0
+    for token, expected in zip(tokens, (before, x), strict=True):
+        y = engine.reload(token, x.size(), x.stride(), x.dtype, CPU)
+        engine.wait(y, token)
+        assert torch.equal(y, expected)
+
+
+def test_what_differs_in_place_layout_or_content_is_another_tensor(engine: Engine) -> None:
     x = torch.arange(2 * SIZE)
     tokens = [offload_external(engine, x)]
     tokens.append(offload_external(engine, x[:SIZE]))

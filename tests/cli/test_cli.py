@@ -76,7 +76,7 @@ def test_a_wrong_option_is_named_and_nothing_runs(arguments: tuple[str, ...], me
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else find_spec(name))
-    with pytest.raises(SystemExit, match="typer not installed.* pip install 'ssdtrain-fx\\[demo\\]'"):
+    with pytest.raises(SystemExit, match=r"typer not installed.* pip install 'ssdtrain-fx\[demo\]'"):
         main()
 
 

@@ -22,6 +22,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from torch import fx
+
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.analysis.candidates import base_of

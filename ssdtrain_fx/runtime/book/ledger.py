@@ -89,7 +89,7 @@ class Ledger:
         self.traffic = traffic
         self.entries: dict[int, Entry] = {}
         self.residents: dict[int, Entry] = {}
-        """Entries that stayed in memory, keyed by the identity of their storage: its address changes if it is resized."""
+        """Entries that stayed in memory, by the identity of their storage, whose address changes if it is resized."""
         self.slots = SlotAllocator()
         self.counters = Counters()
         self.dead_handles: collections.deque[int] = collections.deque()

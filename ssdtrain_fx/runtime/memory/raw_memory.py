@@ -14,8 +14,8 @@ class RawMemory(ctypes.Array[ctypes.c_char]):
     """Memory from an address on, made with ``RawMemory.from_address``. Its length is not known: state how many bytes
     you use. The memory lives as long as the object if ``lease`` keeps it alive, otherwise as the caller says."""
 
-    _type_ = ctypes.c_char
-    _length_ = sys.maxsize
+    _type_ = ctypes.c_char  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    _length_ = sys.maxsize  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
     lease: object
 
 

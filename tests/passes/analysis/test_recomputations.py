@@ -428,7 +428,7 @@ def test_copies_have_separate_storages() -> None:
 
 
 def test_a_base_is_saved_without_its_views() -> None:
-    """Inductor may write over a saved tensor after its last read, and does not know which saved tensors share memory."""
+    """Inductor may write over a saved tensor after its last read, even if another saved tensor shares its memory."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         p = x * x

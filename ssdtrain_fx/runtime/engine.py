@@ -437,18 +437,24 @@ class Engine:
         return self._ledger.entries.get(owner.handle)
 
     def wait_until_idle(self) -> None:
-        """Block until nothing is in flight. Raises StalledDiskError."""
+        """Block until nothing is in flight, and nothing is about to be read ahead. Raises StalledDiskError."""
         ledger = self._ledger
+
+        def is_busy() -> bool:
+            return ledger.counters.in_flight_bytes > 0 or any(
+                lane.will_read_ahead for lane in tuple(self._lanes.values())
+            )
+
         with ledger.lock:
             ledger.drain()
             patience = self._stalls.patience()
             ledger.idle_waiters += 1
             try:
-                while ledger.counters.in_flight_bytes:
+                while is_busy():
                     ledger.check_usable("the transfers in flight")
                     for lane in tuple(self._lanes.values()):
                         lane.make_progress()
-                        if ledger.counters.in_flight_bytes:
+                        if is_busy():
                             self._stalls.check(patience, "the transfers in flight")
                             lane.wait_for_progress(IDLE_POLL_S)
             finally:

@@ -104,3 +104,4 @@ def _take_views_from_saved_bases(joint: ScheduledJointGraph, alias_sets: AliasSe
             in_backward.update(copies.values())
             for reader in readers:
                 reader.replace_input_with(view, copies[view])
+            erase_unread(reversed(path))  # a view in forward that nothing reads could come after a release

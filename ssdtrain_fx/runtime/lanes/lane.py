@@ -60,6 +60,11 @@ class Lane(abc.ABC):
         """Return the unused memory to the system."""
         return
 
+    @property
+    def will_read_ahead(self) -> bool:
+        """Whether a thread of the lane is about to read ahead. Needs the lock."""
+        return False
+
     def writes_from_source(self, entry: Entry) -> bool:
         """Whether the bytes of ``entry`` are written straight from the tensor, without staging."""
         return False

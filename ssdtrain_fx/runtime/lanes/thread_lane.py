@@ -117,6 +117,10 @@ class ThreadLane(Lane):
         if self._tensor_memory is not None:
             self._tensor_memory.release_idle()
 
+    @property
+    def will_read_ahead(self) -> bool:
+        return self._tier.wants_reads and self._may_read_ahead() and not self._closing
+
     def enlist_copies(self, entry: Entry) -> None:
         self._copies.extend(self._in_turns(entry))
         if self.has_host_tier:

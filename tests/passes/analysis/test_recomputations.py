@@ -39,6 +39,7 @@ from ssdtrain_fx.testing import (
     assert_same_bits,
     calls,
     capture_step,
+    min_cut,
     capture_toy,
     changes,
     listing,
@@ -438,6 +439,18 @@ def test_a_base_is_saved_without_its_views() -> None:
     assert names(node for node in analysis.joint.saved if not is_input(node)) == ["t", "neg"]
     joint = recompute(analysis, recomputation(analysis, "neg", "inductor"))
     assert names(node for node in joint.saved if not is_input(node)) == ["mul"]
+
+
+def test_a_view_that_backward_takes_from_its_base_is_gone_from_forward() -> None:
+    """Views that nothing reads count for no plan, so a release could come before them."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        p = x * x
+        return (p @ w + (-p) @ w).sum()
+
+    analysis = analyse(capture_step(function, matrix(4, 4), matrix(4, 4), partition=min_cut))
+    joint = recompute(analysis, recomputation(analysis, "neg", "inductor"))
+    assert [node for node in joint.graph.nodes if node.target is aten.t.default and not node.users] == []
 
 
 def test_new_nodes_tell_where_they_come_from() -> None:

@@ -138,11 +138,12 @@ def test_unused_reload_memory_is_bounded_and_returned_to_the_system() -> None:
 def test_outside_of_compiled_code_reload_memory_lies_idle_for_the_next_reload(ssd_dir: str, io: IOPath) -> None:
     with Engine(EngineConfig(ssd_dir=ssd_dir, io=io)) as engine:
         x = torch.randn(MIB)
-        token = offload(engine, x.clone())
+        source = x.clone()  # for both: where a page begins in it decides how much memory a reload needs
+        token = offload(engine, source)
         assert torch.equal(fetch(engine, token, x), x)
         idle_bytes = engine.statistics().idle_bytes
         assert idle_bytes >= 4 * MIB
-        token = offload(engine, x.clone())
+        token = offload(engine, source.copy_(x))
         y = fetch(engine, token, x)
         assert engine.statistics().idle_bytes < idle_bytes
         assert torch.equal(y, x)

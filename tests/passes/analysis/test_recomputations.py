@@ -39,10 +39,10 @@ from ssdtrain_fx.testing import (
     assert_same_bits,
     calls,
     capture_step,
-    min_cut,
     capture_toy,
     changes,
     listing,
+    min_cut,
     named,
     train,
 )

@@ -17,6 +17,7 @@ from ssdtrain_fx.runtime.memory.step_memory import MemoryStats, memory_stats, re
 from ssdtrain_fx.runtime.ops import empty_cache, statistics, trace
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.studies.rok_curve import RokCurve, RokOutcome, RokPoint, rok
+from ssdtrain_fx.switch import disable, enable
 
 __all__ = [
     "ActivationLostError",
@@ -35,7 +36,9 @@ __all__ = [
     "StalledDiskError",
     "Statistics",
     "backend",
+    "disable",
     "empty_cache",
+    "enable",
     "explain",
     "memory_stats",
     "reset_peak_memory_stats",

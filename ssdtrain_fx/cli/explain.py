@@ -10,7 +10,7 @@ import typer
 
 from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, load_callable, parse_options
 from ssdtrain_fx.compiler.save_graphs import save_joint_graphs
-from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.default_options import config_with_defaults
 from ssdtrain_fx.errors import BudgetError, ConfigError
 from ssdtrain_fx.report import explain as explain_model
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, TB
@@ -26,7 +26,10 @@ def explain(
     sequence: Annotated[int, typer.Option(min=8, help="Tokens, or pixels along one side of an image.")] = 256,
     vocab: Annotated[int, typer.Option(min=2)] = 1024,
     dropout: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
-    max_slowdown: Annotated[float, typer.Option(min=0, help="Share of the step time to trade for memory.")] = 0.01,
+    max_slowdown: Annotated[
+        float | None,
+        typer.Option(min=0, help="Share of the step time to trade for memory.", show_default="0.01"),
+    ] = None,
     memory_budget_bytes: Annotated[
         int | None,
         typer.Option(
@@ -42,7 +45,10 @@ def explain(
         ),
     ] = None,
     options: Annotated[
-        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Backend option; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--option", metavar="NAME=VALUE", help="Backend option; may be repeated. Others: $SSDTRAIN_OPTIONS."
+        ),
     ] = None,
     save_graph: Annotated[
         Path | None,
@@ -82,13 +88,14 @@ def explain(
             inputs = make_batch(torch.Generator().manual_seed(0))
     except (ValueError, ImportError, AttributeError) as error:
         raise typer.BadParameter(str(error), param_hint="MODEL") from error
-    chosen: dict[str, Any] = {
+    named: dict[str, Any] = {
         "max_slowdown": max_slowdown,
         "memory_budget_bytes": memory_budget_bytes,
         "hardware": hardware,
     }
+    chosen = {name: value for name, value in named.items() if value is not None}
     try:
-        config = OffloadConfig.from_options({**chosen, **parse_options(options or [])})
+        config = config_with_defaults({**chosen, **parse_options(options or [])})
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--option") from error
     try:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ssdtrain_fx.cli.common import EXIT_FAILED, EXIT_PROBLEM, JsonTarget, parse_options
-from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.default_options import config_with_defaults
 from ssdtrain_fx.errors import BudgetError, ConfigError, InternalError
 from ssdtrain_fx.passes.graph.graph_json import from_json, to_json
 from ssdtrain_fx.report.pass_runner import PASSES, PassResult, run_pass
@@ -31,7 +31,10 @@ def run_one_pass(
         typer.Argument(exists=True, dir_okay=False, help="Graph saved by `ssdtrain-fx explain MODEL --save-graph`."),
     ],
     options: Annotated[
-        list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Backend option; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--option", metavar="NAME=VALUE", help="Backend option; may be repeated. Others: $SSDTRAIN_OPTIONS."
+        ),
     ] = None,
     save_graph: Annotated[
         Path | None, typer.Option("--save-graph", dir_okay=False, help="Write the graph after the pass to this file.")
@@ -61,7 +64,7 @@ def run_one_pass(
     if save_graph is not None and not save_graph.parent.is_dir():
         raise typer.BadParameter(f"The directory of {save_graph} does not exist.", param_hint="--save-graph")
     try:
-        config = OffloadConfig.from_options(parse_options(options or []))
+        config = config_with_defaults(parse_options(options or []))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--option") from error
     try:

@@ -11,6 +11,7 @@ from torch import fx
 from ssdtrain_fx.compiler.aot_eager import compile_with_aot_eager
 from ssdtrain_fx.compiler.replan import Drift, ReplanningStep, has_static_shapes
 from ssdtrain_fx.config import OffloadConfig, device_of
+from ssdtrain_fx.default_options import config_with_defaults
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.planning.step_budget import StepBudget
@@ -46,12 +47,14 @@ class OffloadBackend:
 
 
 def backend(config: OffloadConfig | None = None) -> OffloadBackend:
-    """A backend for ``torch.compile(model, backend=...)``.
+    """A backend for ``torch.compile(model, backend=...)``. Without ``config``, it has the options of
+    ``ssdtrain_fx.enable`` and of ``$SSDTRAIN_OPTIONS``; with it, these do not count.
 
     Raises:
-        ConfigError: ``ssd_dir`` cannot be used. Checked here, before anything is traced.
+        ConfigError: ``ssd_dir`` cannot be used, or ``$SSDTRAIN_OPTIONS`` is needed and wrong. Checked here, before
+            anything is traced.
     """
-    config = OffloadConfig() if config is None else config
+    config = config_with_defaults() if config is None else config
     check_directories(config.engine_config().ssd_dir)
     return OffloadBackend(config)
 
@@ -63,12 +66,13 @@ def ssdtrain(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The backend named ``"ssdtrain"``. ``options`` are the fields of ``OffloadConfig``.
+    """The backend named ``"ssdtrain"``. ``options`` are the fields of ``OffloadConfig``. What they leave
+    out comes from ``ssdtrain_fx.enable`` and from ``$SSDTRAIN_OPTIONS``.
 
     Raises:
         ConfigError: an option is unknown or has a wrong value, or ``ssd_dir`` cannot be used.
     """
-    config = OffloadConfig.from_options(options)
+    config = config_with_defaults(options)
     check_directories(config.engine_config().ssd_dir)
     return _compile(gm, example_inputs, config, mode)
 

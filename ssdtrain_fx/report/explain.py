@@ -10,6 +10,7 @@ from torch import fx
 from ssdtrain_fx.compiler.aot_eager import compile_with_aot_eager
 from ssdtrain_fx.compiler.dry_run import compile_to_zeros, run_dry
 from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.default_options import config_with_defaults
 from ssdtrain_fx.passes.pipeline import OffloadedStep
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, Endurance
 from ssdtrain_fx.report.graph_report import GraphReport
@@ -37,7 +38,8 @@ def explain(
     Args:
         model: a module or a function. For a compiled module, the original module is explained.
         inputs: the arguments of ``model``. They should require gradients where they do in training.
-        config: configuration of the backend; None means the defaults.
+        config: configuration of the backend; None means the options of ``ssdtrain_fx.enable`` and of
+            ``$SSDTRAIN_OPTIONS``, and otherwise the defaults.
         rated_endurance_bytes: total bytes that may be written to the drive, used to predict its lifetime: the TBW of
             its data sheet times 10**12. The default is 600 TB, common for client drives of 1 TB.
 
@@ -47,7 +49,7 @@ def explain(
     """
     from ssdtrain_fx.compiler.inductor import trace_with_inductor
 
-    config = OffloadConfig() if config is None else config
+    config = config_with_defaults() if config is None else config
     Endurance(rated_endurance_bytes, 0, 0.0)  # validate before tracing
     steps: list[OffloadedStep] = []
 

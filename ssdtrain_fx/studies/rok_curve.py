@@ -22,6 +22,7 @@ from torch import fx
 
 from ssdtrain_fx.compiler.dry_run import run_dry
 from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.default_options import config_with_defaults
 from ssdtrain_fx.errors import BudgetError, ConfigError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.node_calls import Times
@@ -128,12 +129,13 @@ def rok(
         memory_budgets_bytes: makes one plan each: the least added time if a step adds at most this to the memory of the
             process. Budgets that cannot be met are listed in ``RokCurve.skipped``.
         make_recomputing_model: the same model with every layer checkpointed; None skips ``recompute``.
-        config: all other options. Plans are made for ``inner="inductor"`` and ``policy="auto"``.
+        config: all other options; None: as for ``explain``. Plans are made for ``inner="inductor"`` and
+            ``policy="auto"``.
 
     Raises:
         ConfigError: an option has an invalid value, or the model does not compile to exactly one training graph.
     """
-    config = dataclasses.replace(OffloadConfig() if config is None else config, inner="inductor", policy="auto")
+    config = dataclasses.replace(config_with_defaults() if config is None else config, inner="inductor", policy="auto")
     configs = [dataclasses.replace(config, max_slowdown=share, memory_budget_bytes=None) for share in max_slowdowns]
     configs += [dataclasses.replace(config, memory_budget_bytes=size_bytes) for size_bytes in memory_budgets_bytes]
     makers: list[tuple[Strategy, MakeModel]] = [("keep", make_model)]

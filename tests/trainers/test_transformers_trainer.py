@@ -1,0 +1,135 @@
+"""The Trainer of transformers, with the backend named in its arguments and by ``model.compile``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_training import EVERYTHING, Text, Trained, compare, make_model, parameters_of
+
+import ssdtrain_fx
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate, which the Trainer needs, is not installed")
+
+pytestmark = [pytest.mark.usefixtures("one_thread", "plain_kernels"), pytest.mark.filterwarnings("ignore")]
+
+
+class Trainer(transformers.Trainer):
+    """Records the loss of every micro-batch. Those in the log are rounded means."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[float] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self.losses.append(loss.item())
+        return loss
+
+
+def arguments(folder: Path, **others: Any) -> Any:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "learning_rate": 1e-2,
+        "seed": 0,
+    }
+    return transformers.TrainingArguments(**{**settings, **others})
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    """What was logged, except times."""
+    timed = ("runtime", "per_second", "flos")
+    return [
+        {name: value for name, value in line.items() if not any(part in name for part in timed)}
+        for line in trainer.state.log_history
+    ]
+
+
+def compiled_by(how: str, backend: str, model: Any) -> dict[str, Any]:
+    """Let the Trainer compile ``model``, or compile it now. Returns arguments of the Trainer."""
+    if how == "argument":
+        ssdtrain_fx.enable(**EVERYTHING)
+        return {"torch_compile": True, "torch_compile_backend": backend}
+    model.compile(backend=backend, **({"options": EVERYTHING} if backend == "ssdtrain" else {}))
+    return {}
+
+
+def train(trainer: Any, **options: Any) -> Trained:
+    trainer.train(**options)
+    return Trained(trainer.losses, parameters_of(trainer.model), logged(trainer))
+
+
+@pytest.mark.parametrize("how", ["argument", "model.compile"])
+def test_accumulation_evaluation_checkpoint_and_resume(how: str, tmp_path: Path) -> None:
+    """Four steps of two micro-batches with an evaluation after each; then again from the checkpoint after step 2."""
+
+    def whole_and_resumed(backend: str) -> Trained:
+        def trainer() -> Any:
+            model = make_model()
+            extra = compiled_by(how, backend, model)
+            settings = arguments(
+                tmp_path / backend,
+                gradient_accumulation_steps=2,
+                eval_strategy="steps",
+                eval_steps=1,
+                save_strategy="steps",
+                save_steps=2,
+                **extra,
+            )
+            return Trainer(model, settings, train_dataset=Text(24), eval_dataset=Text(4, skip=24))
+
+        whole = train(trainer())
+        checkpoint = tmp_path / backend / "checkpoint-2"
+        resumed = train(trainer(), resume_from_checkpoint=str(checkpoint))
+        assert resumed.losses == whole.losses[4:]
+        assert all(torch.equal(resumed.parameters[name], whole.parameters[name]) for name in whole.parameters)
+        return whole
+
+    compare(whole_and_resumed)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "ssdtrain" / "checkpoint-4" / "model.safetensors", "pt") as saved:
+        assert set(saved.keys()) <= make_model().state_dict().keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["argument", "model.compile"])
+@pytest.mark.parametrize("setting", ["bf16", "gradient_checkpointing"])
+def test_bf16_and_gradient_checkpointing(how: str, setting: str, tmp_path: Path) -> None:
+    def run(backend: str) -> Trained:
+        model = make_model()
+        settings = arguments(tmp_path, **{setting: True}, **compiled_by(how, backend, model))
+        return train(Trainer(model, settings, train_dataset=Text(8)))
+
+    compare(run)
+
+
+@pytest.mark.slow
+def test_low_rank_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def run(backend: str) -> Trained:
+        adapters = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(make_model(), adapters)
+        settings = arguments(tmp_path, **compiled_by("argument", backend, model))
+        return train(Trainer(model, settings, train_dataset=Text(8)))
+
+    compare(run)
+
+
+def test_without_enable_the_argument_is_refused(tmp_path: Path) -> None:
+    """The reason for ``enable``. Where this fails, Accelerate takes any name, and the docs can be shortened."""
+    settings = arguments(tmp_path, torch_compile=True, torch_compile_backend="ssdtrain")
+    with pytest.raises(ValueError, match="'SSDTRAIN' is not a valid DynamoBackend"):
+        Trainer(make_model(), settings, train_dataset=Text(8))

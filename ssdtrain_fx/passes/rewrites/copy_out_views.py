@@ -6,7 +6,7 @@
              gw = mm(gy, token)
 
     after    h = addmm(...)
-             token1 = clone(select(h, 1, 0))   # 12 KiB
+             token1 = lift_fresh_copy(select(h, 1, 0))   # 12 KiB
              token = select(h, 1, 0)      # h dies after its last read in forward
              backward_starts()
              gw = mm(gy, token1)
@@ -15,12 +15,16 @@ The copy is made right after the storage is allocated. The storage is complete t
 A copy right after the view could be too late, because views that only backward reads are at the end of forward.
 
 The copy keeps the order of the view's strides, so every view of the view can also be taken from the copy.
+
+It is a ``lift_fresh_copy`` and no ``clone``: Inductor drops a clone that has the strides of its argument, whatever
+storage that lies on. The storage would then live on, against the plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,6 +36,7 @@ from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_alias_sets, find
 from ssdtrain_fx.passes.graph.copy_nodes import copy_nodes, erase_unread, fake_result
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, find_saved
 
+COPY = torch.ops.aten.lift_fresh_copy.default
 MIN_PARTS = 4
 MIN_SAVED_BYTES = 1 << 16
 """A guess: below this size, an additional kernel does not pay off."""
@@ -147,11 +152,8 @@ def _insert(
     view = copy.path[-1]
     with graph.inserting_before(first.next):
         replayed = copy_nodes(graph, views, alias_sets)
-        source = replayed.get(view, view)
-        clone = graph.call_function(torch.ops.aten.clone.default, (source,))
-    clone.meta = {name: view.meta[name] for name in ("stack_trace", "nn_module_stack") if name in view.meta}
-    clone.meta["val"] = fake_result(clone)
-    replicas = {view: clone}
+        copied = _copy_in_order(graph, replayed.get(view, view))
+    replicas = {view: copied}
     saved = [view, *copy.taken]
     readers = {user for node in saved for user in node.users if user in in_backward}
     with graph.inserting_before(next(node for node in graph.nodes if node in readers)):
@@ -165,6 +167,25 @@ def _insert(
     for node in saved:
         for user in readers.intersection(node.users):
             user.replace_input_with(node, replicas[node])
+
+
+def _copy_in_order(graph: fx.Graph, view: fx.Node) -> fx.Node:
+    """Copy ``view`` to a dense tensor with the same order of strides. The op itself only makes contiguous copies."""
+    value: torch.Tensor = view.meta["val"]
+    strides = [_torch_private.size_hint(stride) for stride in value.stride()]
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])  # stable: equal strides keep their order
+    origin = {name: view.meta[name] for name in ("stack_trace", "nn_module_stack") if name in view.meta}
+
+    def call(target: Callable[..., object], *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta = {**origin}
+        node.meta["val"] = fake_result(node)
+        return node
+
+    if order == sorted(order):
+        return call(COPY, view)
+    copied = call(COPY, call(torch.ops.aten.permute.default, view, order))
+    return call(torch.ops.aten.permute.default, copied, [order.index(dim) for dim in range(len(order))])
 
 
 def _update_views_in_backward(candidate: Candidate, alias_sets: AliasSets, in_backward: set[fx.Node]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, split
-from ssdtrain_fx.passes.rewrites.copy_out_views import copy_out_views
+from ssdtrain_fx.passes.rewrites.copy_out_views import COPY, copy_out_views
 from ssdtrain_fx.testing import (
     TOYS,
     CapturedStep,
@@ -91,12 +91,12 @@ def test_after() -> None:
  mm: f32[64, 8] = mm(primals_1, primals_2)
 +view_2: f32[4, 16, 8] = view(mm, [4, 16, 8])
 +select_1: f32[4, 8] = select.int(view_2, 1, 0)
-+clone_default: f32[4, 8] = clone(select_1)
++lift_fresh_copy_default: f32[4, 8] = lift_fresh_copy(select_1)
  view: f32[4, 16, 8] = view(mm, [4, 16, 8])
 ...
  expand_1: f32[4, 8] = expand(tangents_1, [4, 8])
 -t: f32[8, 4] = t(select)
-+t: f32[8, 4] = t(clone_default)
++t: f32[8, 4] = t(lift_fresh_copy_default)
  mm_2: f32[8, 8] = mm(t, expand_1)""",
     )
 
@@ -156,42 +156,56 @@ def test_two_saved_views_are_two_copies_and_a_view_of_one_is_taken_from_it() -> 
     analysis = analyse(step)
     storage = analysis.alias_sets.of(named(analysis.joint.graph, "mm"))
     joint = copy_out(analysis)
-    clones = calls(joint.graph, aten.clone.default)
-    assert [tuple(clone.meta["val"].shape) for clone in clones] == [(2, 8), (2, 8)]
+    copies = calls(joint.graph, COPY)
+    assert [tuple(copy.meta["val"].shape) for copy in copies] == [(2, 8), (2, 8)]
     assert storage is not None
     assert not set(joint.saved) & set(storage.members)
-    assert {node for node in joint.saved if node.op != "placeholder"} >= set(clones)
+    assert {node for node in joint.saved if node.op != "placeholder"} >= set(copies)
     assert_same_bits(step.run(joint), step.run())
 
 
 def test_the_copy_is_made_where_the_storage_is() -> None:
     """A copy after the view could be too late: a view for backward alone may be at the end of forward."""
     joint = copy_out(analyse(class_token()))
-    (clone,) = calls(joint.graph, aten.clone.default)
-    assert joint.positions()[clone] < joint.positions()[calls(joint.graph, aten.sum.default)[0]]
+    (copy,) = calls(joint.graph, COPY)
+    assert joint.positions()[copy] < joint.positions()[calls(joint.graph, aten.sum.default)[0]]
 
 
-def test_copies_keep_the_order_of_strides_and_tell_where_they_come_from() -> None:
+@pytest.mark.parametrize(
+    ("view", "stride"),
+    [
+        (lambda h: h[:4], (8, 1)),
+        (lambda h: h[:4].t(), (1, 8)),
+        (lambda h: h.view(4, 16, 8)[:, 0], (8, 1)),
+        (lambda h: h.view(4, 16, 8)[:, 0].t(), (1, 8)),
+    ],
+)
+def test_copies_keep_the_order_of_strides_and_tell_where_they_come_from(
+    view: Callable[[Tensor], Tensor], stride: tuple[int, int]
+) -> None:
     def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         h = x @ w
-        return (v @ h[:4].t()).sum() + h.sum()
+        part = view(h)
+        return (part.sin() * v.view(part.shape)).sum() + h.sum()
 
-    joint = copy_out(analyse(capture_step(function, matrix(64, 6), matrix(6, 8), matrix(8, 8))))
-    (clone,) = calls(joint.graph, aten.clone.default)
-    source = clone.args[0]
-    assert isinstance(source, fx.Node)
-    assert clone.meta["val"].stride() == source.meta["val"].stride()
-    assert clone.meta["stack_trace"]
+    step = capture_step(function, matrix(64, 6), matrix(6, 8), matrix(4, 8))
+    joint = copy_out(analyse(step))
+    (copy,) = calls(joint.graph, COPY)
+    assert copy.meta["stack_trace"]
+    on_copy = find_alias_sets(joint.graph).by_node[copy]
+    (saved,) = (node for node in joint.saved if find_alias_sets(joint.graph).by_node[node] == on_copy)
+    assert saved.meta["val"].stride() == stride
+    assert_same_bits(step.run(joint), step.run())
 
 
 def test_what_backward_views_lies_on_the_copy() -> None:
     joint = copy_out(analyse(class_token()))
-    (clone,) = calls(joint.graph, aten.clone.default)
+    (copy,) = calls(joint.graph, COPY)
     alias_sets = find_alias_sets(joint.graph)
-    views = [user for user in clone.users if user.target is aten.t.default]
+    views = [user for user in copy.users if user.target is aten.t.default]
     assert views
     for view in views:
-        assert alias_sets.by_node[view] == alias_sets.by_node[clone]
+        assert alias_sets.by_node[view] == alias_sets.by_node[copy]
         assert view.meta["val"].stride() == (1, 8)
 
 
@@ -230,9 +244,9 @@ def test_models_train_to_the_same_bits(name: str, inner: Literal["aot_eager", "i
     done: list[int] = []
 
     def rewrite(joint: ScheduledJointGraph) -> ScheduledJointGraph:
-        before = len(calls(joint.graph, aten.clone.default))
+        before = len(calls(joint.graph, COPY))
         rewritten = copy_out(analyse(joint))
-        done.append(len(calls(rewritten.graph, aten.clone.default)) - before)
+        done.append(len(calls(rewritten.graph, COPY)) - before)
         return rewritten
 
     model, batches = small_model(name, dropout=0.1)

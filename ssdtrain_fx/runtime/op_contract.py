@@ -32,6 +32,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ssdtrain_fx.errors import ConfigError
+
 # flexible_layout: Inductor may pass tensors in any layout; without it, it may pass a different copy to each op.
 # cudagraph_unsafe: the ops run host code, which a replayed graph would skip.
 _tags = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagraph_unsafe") if hasattr(torch.Tag, name))
@@ -76,8 +78,11 @@ def _fake_wait(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Tensor:
-    assert stride is not None, "stride may be None only in graphs that are not traced again"
-    assert dtype is not None, "dtype may be None only in graphs that are not traced again"
+    if stride is None or dtype is None:
+        raise ConfigError(
+            "backward is traced again, for example by compiled autograd, but with inner='aot_eager' the layouts of "
+            "reloaded tensors are known only when it runs. Use inner='inductor', or leave compiled autograd off."
+        )
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 

@@ -118,6 +118,17 @@ def test_options_beside_a_configuration_are_refused() -> None:
         compile_and_run(backend=backend(OffloadConfig()), options={"policy": "all"})
 
 
+def test_compiled_autograd_needs_inductor() -> None:
+    """It traces backward again, and there the layouts of reloaded tensors are not known with aot_eager."""
+    config = OffloadConfig(inner="aot_eager", policy="all", min_tensor_bytes=0)
+    loss = torch.compile(Tower(), backend=backend(config))(torch.randn(4, 16))
+    with (
+        torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(Exception, match="Use inner='inductor', or leave compiled autograd off"),
+    ):
+        loss.backward()
+
+
 def test_mode_is_refused_where_nothing_uses_it() -> None:
     with pytest.raises(Exception, match="Leave mode out, or use inner='inductor'"):
         compile_and_run(backend=backend(OffloadConfig(inner="aot_eager")), mode="max-autotune")

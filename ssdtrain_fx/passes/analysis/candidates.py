@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 
 import torch
 from torch import fx
@@ -74,15 +74,19 @@ def find_candidates(
     return tuple(candidates)
 
 
-def view_path(node: fx.Node, representative: fx.Node, storage: Storage, alias_sets: AliasSets) -> list[fx.Node] | None:
-    """The view ops that lead from ``representative`` to ``node``, in order; None if there is no path.
+def view_path(
+    node: fx.Node, known: Container[fx.Node], storage: Storage, alias_sets: AliasSets
+) -> list[fx.Node] | None:
+    """The view ops that lead to ``node`` from the nearest node in ``known``, in order; None if there is no path.
 
     Exactly one argument of a view op holds the storage. Every other argument must be a number or a symbol, so that
     backward can rerun the op. The path through a multi-output view (``split``) includes the ``getitem``.
+
+    A caller that asks for many views adds each path to ``known``: all paths together then take linear time.
     """
     path: list[fx.Node] = []
     view: fx.Node | None = node
-    while view is not None and view is not representative:
+    while view is not None and view not in known:
         path.append(view)
         view = base_of(view, storage, alias_sets)
     return None if view is None else path[::-1]
@@ -102,7 +106,13 @@ def _find_representative(storage: Storage, saved_nodes: Sequence[fx.Node], alias
     for node in storage.members:
         if not _covers(node, storage):
             continue
-        if all(view_path(saved, node, storage, alias_sets) is not None for saved in saved_nodes):
+        reached = {node}
+        for saved in saved_nodes:
+            path = view_path(saved, reached, storage, alias_sets)
+            if path is None:
+                break
+            reached.update(path)
+        else:
             return node
     return None
 

@@ -10,6 +10,10 @@ ends at p + 1. The caller holds graph outputs, so they live to the end. The call
     3  return (b, c)                                  16
 
 A reloaded storage is live from its reload, which allocates the memory, although only the wait returns the tensor.
+
+A collective returns a tensor that ``wait_tensor`` returns again, once it is complete. The graph shows two storages, but
+there is only one: the first ends where the second starts. They are not one alias set, because a storage may be moved
+only once it is complete.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from torch import fx
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets
 from ssdtrain_fx.passes.graph.op_targets import WAIT
 from ssdtrain_fx.passes.planning.live_intervals import LiveInterval
+
+WAIT_FOR_COLLECTIVE = "_c10d_functional.wait_tensor.default"
 
 
 def find_live_intervals(
@@ -40,9 +46,10 @@ def find_live_intervals(
         for idx in alias_sets.by_node[node]:
             start.setdefault(idx, positions[node.all_input_nodes[0]] if node.target is WAIT else position)
             end[idx] = position + 1
+        read_until = position if str(node.target) == WAIT_FOR_COLLECTIVE else position + 1
         for source in node.all_input_nodes:
             for idx in alias_sets.by_node[source]:
-                end[idx] = position + 1
+                end[idx] = read_until
     intervals: dict[int, LiveInterval] = {}
     for storage in alias_sets.storages:
         if not storage.is_input or storage.allocator in activations:

@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from ssdtrain_fx import _torch_private
-from ssdtrain_fx.passes.analysis.candidates import Candidate, find_candidates, view_path
+from ssdtrain_fx.passes.analysis.candidates import Candidate, base_of, find_candidates, view_path
 from ssdtrain_fx.passes.analysis.chains import find_activations
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_alias_sets, find_written_storages, storages_of
 from ssdtrain_fx.passes.graph.copy_nodes import copy_nodes, erase_unread, fake_result
@@ -48,8 +48,8 @@ class _Copy:
 
     path: Sequence[fx.Node]
     """From the first tensor of the storage to the view that is copied, which is the last node."""
-    taken: Mapping[fx.Node, Sequence[fx.Node]]
-    """For every other saved view, the views that lead to it from the copied one."""
+    taken: list[fx.Node]
+    """The other saved views that can be taken from the copied one."""
 
 
 def copy_out_views(
@@ -97,28 +97,32 @@ def _find_copies(candidate: Candidate, alias_sets: AliasSets, positions: Mapping
     """One copy for each saved view that cannot be taken from another. None if a view cannot be copied."""
     storage = candidate.storage
     first = storage.members[0]
-    if any("as_strided" in str(node.target) for node in storage.holders):
+    holders = set(storage.holders)
+    if any("as_strided" in str(node.target) for node in holders):
         return None  # its offsets refer to the storage, and the layout of a copy is different
     copies: list[_Copy] = []
-    taken: set[fx.Node] = set()
+    copy_for: dict[fx.Node, _Copy | None] = {first: None}
+    """For every node on a path so far, the copy from which it can be taken."""
     for node in candidate.saved_nodes:  # in graph order, a view comes after its base
-        path = view_path(node, first, storage, alias_sets)
-        if node in taken:
-            continue
-        if path is None or not _has_no_overlap(node) or type(node.meta["val"]) is not _torch_private.FakeTensor:
+        path = view_path(node, copy_for, storage, alias_sets)
+        if path is None:
             return None
-        symbols = {source for view in path for source in view.all_input_nodes if source not in storage.holders}
+        base = base_of(path[0], storage, alias_sets) if path else node
+        assert base is not None
+        copy = copy_for[base]
+        copy_for.update(dict.fromkeys(path, copy))
+        if copy is not None:
+            copy.taken.append(node)
+            continue
+        if not _has_no_overlap(node) or type(node.meta["val"]) is not _torch_private.FakeTensor:
+            return None
+        views = view_path(node, (first,), storage, alias_sets)
+        assert views is not None
+        symbols = {source for view in views for source in view.all_input_nodes if source not in holders}
         if any(positions[symbol] > positions[first] for symbol in symbols):
             return None
-        others = {
-            other: way
-            for other in candidate.saved_nodes
-            if other is not node
-            and other not in taken
-            and (way := view_path(other, node, storage, alias_sets)) is not None
-        }
-        taken |= {*others, node}
-        copies.append(_Copy(path=[first, *path], taken=others))
+        copy_for[node] = copy = _Copy(path=[first, *views], taken=[])
+        copies.append(copy)
     return copies
 
 
@@ -156,14 +160,15 @@ def _insert(
     replicas = {view: copied}
     saved = [view, *copy.taken]
     readers = {user for node in saved for user in node.users if user in in_backward}
-    with graph.inserting_before(next(node for node in graph.nodes if node in readers)):
-        for path in copy.taken.values():
+    with graph.inserting_before(min(readers)):  # nodes compare by their place in the graph
+        for node in copy.taken:
+            path = view_path(node, replicas, candidate.storage, alias_sets)
+            assert path is not None
             for step in path:
-                if step not in replicas:
-                    replica = graph.node_copy(step, lambda node: replicas.get(node, node))
-                    replica.meta = {**step.meta}
-                    replica.meta["val"] = fake_result(replica)
-                    replicas[step] = replica
+                replica = graph.node_copy(step, lambda node: replicas.get(node, node))
+                replica.meta = {**step.meta}
+                replica.meta["val"] = fake_result(replica)
+                replicas[step] = replica
     for node in saved:
         for user in readers.intersection(node.users):
             user.replace_input_with(node, replicas[node])

@@ -196,14 +196,13 @@ def _insert_wait(graph: fx.Graph, chain: _Chain, alias_sets: AliasSets) -> dict[
     _annotate(reloaded, chain.source, fake)
     replicas = {chain.source: reloaded}
     for saved in chain.candidate.saved_nodes:
-        path = view_path(saved, chain.source, chain.candidate.storage, alias_sets)
+        path = view_path(saved, replicas, chain.candidate.storage, alias_sets)
         assert path is not None
         for view in path:
-            if view not in replicas:
-                replica = graph.node_copy(view, lambda node: replicas.get(node, node))
-                replica.meta = dict(view.meta)
-                replica.meta["val"] = _run_fake(replica, _fake_mode(value))
-                replicas[view] = replica
+            replica = graph.node_copy(view, lambda node: replicas.get(node, node))
+            replica.meta = dict(view.meta)
+            replica.meta["val"] = _run_fake(replica, _fake_mode(value))
+            replicas[view] = replica
     return replicas
 
 

@@ -203,7 +203,7 @@ class TestMoves:
         candidate = made_by(analysis, aten.exp.default)
         (conj,) = [node for node in candidate.saved_nodes if node.meta["val"].is_conj()]
         assert candidate.representative is candidate.storage.allocator
-        path = view_path(conj, candidate.storage.allocator, candidate.storage, analysis.alias_sets)
+        path = view_path(conj, (candidate.storage.allocator,), candidate.storage, analysis.alias_sets)
         assert path is not None and path[-1] is conj
 
     def test_saved_transposes(self) -> None:
@@ -228,7 +228,7 @@ class TestMoves:
         assert candidate.representative is candidate.storage.allocator
         assert candidate.storage.hint_bytes == 24
         (transpose,) = [node for node in candidate.saved_nodes if node.target is aten.t.default]
-        path = view_path(transpose, candidate.storage.allocator, candidate.storage, analysis.alias_sets)
+        path = view_path(transpose, (candidate.storage.allocator,), candidate.storage, analysis.alias_sets)
         assert path is not None
         assert [node.target for node in path] == [aten.expand.default, aten.t.default]
 
@@ -276,7 +276,7 @@ def test_view_paths_lead_through_split() -> None:
     graph = analysis.joint.graph
 
     def path(name: str, start: fx.Node) -> list[str] | None:
-        found = view_path(named(graph, name), start, candidate.storage, analysis.alias_sets)
+        found = view_path(named(graph, name), (start,), candidate.storage, analysis.alias_sets)
         return None if found is None else names(found)
 
     addmm = candidate.storage.allocator

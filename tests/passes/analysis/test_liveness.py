@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 
 import pytest
@@ -31,6 +32,8 @@ from ssdtrain_fx.testing import (
     named,
     save_all,
 )
+
+aten = torch.ops.aten
 
 
 def predict(graph: fx.Graph) -> MemoryProfile:
@@ -149,6 +152,22 @@ def test_a_tuple_holds_all_its_parts_until_the_last_one_is_taken() -> None:
     assert out is not None
     assert intervals[out.idx].start == positions[named(joint.graph, "native_layer_norm")]
     assert intervals[out.idx].end == positions[named(joint.graph, "sum_1")] + 1
+
+
+def test_the_result_of_a_collective_counts_once() -> None:
+    """wait_tensor returns its argument, but its fake tensor has another storage."""
+    importlib.import_module("torch.distributed._functional_collectives")  # fake kernels of the ops
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    with FakeTensorMode():
+        value = node.meta["val"] = torch.empty(1024)
+        for target in (aten.sin.default, torch.ops._c10d_functional.wait_tensor.default, aten.cos.default):
+            node = graph.call_function(target, (node,))
+            value = node.meta["val"] = target(value)
+    graph.output((node,))
+    measured = measure_memory(fx.GraphModule({}, graph), [torch.randn(1024)])
+    assert max(measured.live_bytes) == 2 * 4096
+    assert predict(graph).live_bytes == measured.live_bytes
 
 
 def test_sizes_that_depend_on_data_are_left_out() -> None:

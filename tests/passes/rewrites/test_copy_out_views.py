@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Literal
 
 import pytest
@@ -15,6 +17,7 @@ from rewriting_backend import rewriting_backend
 from steps import small_model
 from torch import Tensor, fx
 
+from ssdtrain_fx.passes.analysis.candidates import find_candidates
 from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, split
 from ssdtrain_fx.passes.rewrites.copy_out_views import COPY, copy_out_views
@@ -30,6 +33,7 @@ from ssdtrain_fx.testing import (
     changes,
     listing,
     named,
+    save_all,
     train,
 )
 
@@ -215,6 +219,54 @@ def test_split_saves_what_is_said_to_be_saved() -> None:
     results = forward.graph.output_node().args[0]
     assert isinstance(results, tuple)
     assert names(results[len(joint.forward_outputs) :]) == names(joint.saved)
+
+
+class LineCounter:
+    """Counts the lines of passes that run: a measure of time that does not depend on the machine."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> LineCounter:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if "passes" not in frame.f_code.co_filename:
+            return None
+        self.count += event == "line"
+        return self._trace
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["slices", "slices of slices"])
+def test_time_grows_linearly_with_the_views_of_a_storage(nested: bool) -> None:
+    """Twice as many views take at most 2.2 times as many lines. Each view by every other one would be four times."""
+
+    def capture(count: int) -> CapturedStep:
+        def function(x: Tensor, w: Tensor) -> Tensor:
+            h = x @ w
+            parts = [h[row] for row in range(count)]
+            if nested:
+                view = h
+                parts = [(view := view[1:])[0] for _ in range(count)]
+            return torch.stack([part.sin() for part in parts]).sum()
+
+        return capture_step(function, matrix(count + 2, 4), matrix(4, 4), partition=save_all)
+
+    lines: list[int] = []
+    for count in (100, 200):
+        analysis = analyse(capture(count))
+        assert any(len(candidate.saved_nodes) == count for candidate in analysis.candidates)
+        with LineCounter() as counter:
+            find_candidates(analysis.joint, analysis.alias_sets, min_tensor_bytes=0)
+            if not nested:
+                copy_out(analysis, min_parts=1)
+        lines.append(counter.count)
+    assert lines[1] <= 2.2 * lines[0]
 
 
 def check_bits(step: CapturedStep, min_parts: int) -> None:

@@ -60,6 +60,7 @@ from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.runtime.storage.spill_file import SpillFile
 from ssdtrain_fx.studies import zoo
 from ssdtrain_fx.units import format_bytes
+from ssdtrain_fx.vector_math import settle_vector_math
 
 WARM_UP_ROUNDS = 3
 CALIBRATION_STEPS = 5
@@ -348,6 +349,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     chosen = parse_arguments(arguments)
+    settle_vector_math()
     (directory, *_) = check_directories(chosen.ssd_dir)
     hardware = load_hardware("cpu", directory)
     sizes: dict[str, Any] = {name: getattr(chosen, name) for name in ("layers", "hidden", "batch", "sequence", "vocab")}

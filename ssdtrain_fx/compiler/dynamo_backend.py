@@ -17,6 +17,7 @@ from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.runtime.ops import statistics
 from ssdtrain_fx.runtime.storage.directory import check_directories
+from ssdtrain_fx.vector_math import settle_vector_math
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +84,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadC
             f"mode={mode!r} is a setting of Inductor, and inner='aot_eager' does not use it. "
             "Leave mode out, or use inner='inductor'."
         )
+    # Dynamo calls the backend in every process, also if the code comes from a cache: before the first step runs.
+    settle_vector_math()
     if config.replan == "off" or not has_static_shapes(example_inputs):
         return _compile_once(gm, example_inputs, config, mode)
 

@@ -13,7 +13,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import IO, Any, cast
 
 import torch
@@ -26,12 +26,14 @@ from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.studies import rivals, zoo
 from ssdtrain_fx.studies.measure import Rest, Run, Step
 from ssdtrain_fx.studies.process_memory import Course, peak_bytes, reset_peak, return_unused_memory, used_bytes
+from ssdtrain_fx.vector_math import settle_vector_math
 
 
 class Trainer:
     """A model, its optimizer and its batches."""
 
     def __init__(self, run: Run) -> None:
+        settle_vector_math()  # for all variants: what is compared must not differ by chance
         torch.use_deterministic_algorithms(True)
         # Filling every fresh tensor would cost time and touch memory that the step itself never touches.
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
@@ -84,7 +86,7 @@ class Trainer:
         return Step(
             index=index,
             loss_hex=float(loss.item()).hex(),
-            gradients=self._digests(),
+            gradients=digests(self.gradients()),
             duration_ms=1e3 * duration_s,
             process_peak_bytes=process_peak_bytes,
             peak_was_reset=peak_was_reset,
@@ -94,7 +96,7 @@ class Trainer:
         )
 
     def rest(self) -> Rest:
-        gradient_bytes = _size_bytes(self._gradients().values())
+        gradient_bytes = _size_bytes(self.gradients().values())
         self._optimizer.zero_grad(set_to_none=True)
         return_unused_memory()
         states: Iterable[dict[str, Any]] = self._optimizer.state.values()
@@ -118,10 +120,11 @@ class Trainer:
         return ops.statistics() if self._run.variant == "ssdtrain" else Statistics()
 
     def save_gradients(self, names: Sequence[str], path: str) -> dict[str, Any]:
-        torch.save({name: self._gradients()[name].cpu() for name in names}, path)
+        torch.save({name: self.gradients()[name].cpu() for name in names}, path)
         return {}
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def gradients(self) -> dict[str, Tensor]:
+        """Those of the last step, by the name of the parameter."""
         gradients: dict[str, Tensor] = {}
         for name, parameter in self._module.named_parameters():
             if parameter.grad is None:
@@ -129,12 +132,17 @@ class Trainer:
             gradients[name] = parameter.grad.detach()
         return gradients
 
-    def _digests(self) -> dict[str, str]:
-        digests: dict[str, str] = {}
-        for name, gradient in self._gradients().items():
-            raw = gradient.cpu().contiguous().flatten().view(torch.uint8)
-            digests[name] = hashlib.sha256(cast(Any, raw.numpy())).hexdigest()
-        return digests
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._module.named_parameters()}
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """SHA-256 of the bytes of each tensor."""
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        raw = tensor.cpu().contiguous().flatten().view(torch.uint8)
+        found[name] = hashlib.sha256(cast(Any, raw.numpy())).hexdigest()
+    return found
 
 
 def _size_bytes(tensors: Iterable[Tensor]) -> int:

@@ -1,0 +1,28 @@
+"""Builds ``device.cpp``, as the package builds its arena: once per source, torch and machine, in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from pathlib import Path
+
+import torch
+
+from ssdtrain_fx._torch_private import arena
+
+SOURCE = Path(__file__).with_name("device.cpp")
+
+
+def build() -> Path:
+    """Build the library, once per source, torch and machine. Raises ArenaUnavailableError, which says why it cannot."""
+    root = Path(torch.__file__).parent
+    command = [*arena._compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", "-w"]
+    command += [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}", str(SOURCE)]
+    command += [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
+    key = SOURCE.read_bytes() + repr((command, torch.__version__, platform.machine())).encode()
+    directory = arena._cache_directory()
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"simulated-device-{hashlib.sha256(key).hexdigest()[:16]}.so"
+    if not path.exists() or path.stat().st_size == 0:
+        arena._build(command, path)
+    return path

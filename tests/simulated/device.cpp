@@ -260,6 +260,8 @@ void Stream::run() {
     }
     try {
       if (!task.first || !device.failed()) task.second();
+    } catch (const c10::Error& error) {
+      device.fail(error.what_without_backtrace());
     } catch (const std::exception& error) {
       device.fail(error.what());
     }

@@ -1,0 +1,82 @@
+"""Runs tests in a process whose ``torch.cuda`` is the simulated device, from a process in which it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import build
+
+TESTS = Path(__file__).parent.parent
+ANSWER_TIMEOUT_S = 120.0
+
+
+def environment(library: Path, package_root: Path = TESTS.parent) -> dict[str, str]:
+    """For a process that imports the package from ``package_root``."""
+    roots = [package_root, TESTS / "simulated", TESTS, TESTS / "runtime"]
+    return {
+        **os.environ,
+        "SIMULATED_DEVICE": str(library),
+        "PYTHONPATH": os.pathsep.join(map(str, roots)),
+        "OMP_WAIT_POLICY": "passive",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+class DeviceProcess:
+    """One process that runs test after test."""
+
+    def __init__(self, package_root: Path = TESTS.parent) -> None:
+        """Raises ArenaUnavailableError if the device cannot be built."""
+        library = build.build()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, str(TESTS / "simulated" / "worker.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment(library, package_root),
+            cwd=package_root,
+        )
+
+    def run(self, module: str, function: str, arguments: dict[str, Any]) -> str | None:
+        """Run one test. Returns what went wrong, or None."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        start = self._errors.seek(0, os.SEEK_END)
+        request = {"module": module, "function": function, "arguments": arguments}
+        try:
+            stdin.write(json.dumps(request).encode() + b"\n")
+            stdin.flush()
+        except BrokenPipeError:
+            pass
+        ready, _, _ = select.select([stdout], [], [], ANSWER_TIMEOUT_S)
+        answer = stdout.readline() if ready else b""
+        if answer:
+            failure: str | None = json.loads(answer)
+            return None if failure is None else failure + self._printed(start)
+        self._process.wait(10) if ready else self._process.kill()
+        self._process.communicate()
+        what = f"ended with {self._process.returncode}" if ready else f"did not answer within {ANSWER_TIMEOUT_S:.0f} s"
+        return f"the process of the simulated device {what}\n{self._printed(start)}"
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the process at once: nothing of it is needed."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def _printed(self, start: int) -> str:
+        self._errors.seek(start)
+        return self._errors.read()[-10_000:].decode(errors="replace")

@@ -1,0 +1,364 @@
+"""Each wait for an event, each reference that is held and each buffer that is kept, on the simulated device.
+
+A test holds one stream, lets everything else go as far as it can (``sim.settle``), and compares bytes. So what is not
+waited for has certainly happened too early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from runtime_fakes import MemoryFile
+from torch import Tensor
+
+from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from simulated_cuda import Simulator
+
+COUNT = 1024
+BYTES = COUNT * 4
+DEVICE = torch.device("cuda:0")
+
+
+class _Setup:
+    """An engine with chunks of 4096 bytes on a file in memory."""
+
+    def __init__(self, engine: Engine, file: MemoryFile) -> None:
+        self.engine = engine
+        self.file = file
+        self.lane: Any = engine._lane("cuda")
+        streams = self.lane.mover._side_streams(DEVICE)
+        self.out: torch.Stream = streams.out
+        self.back: torch.Stream = streams.back
+
+    def on_disk(self, value: float) -> Any:
+        """The owner of a tensor of 4096 bytes that is in the file and nowhere else."""
+        x = full(value)
+        owner = self.engine.offload(x, f"x{value}")
+        self.engine.release(owner, x)
+        del x
+        self.engine.wait_until_idle()
+        torch.cuda.synchronize()
+        return owner
+
+    def fetch(self, owner: Any) -> Tensor:
+        y = self.engine.reload(owner, (COUNT,))
+        self.engine.wait(y, owner)
+        return y
+
+    def issued(self, owner: Any, timeout_s: float = 20) -> bool:
+        """Wait until the copies of all reloads of ``owner`` are enqueued."""
+        ledger = self.engine._ledger
+        entry = self.engine.find_entry(owner)
+        assert entry is not None
+        with ledger.lock:
+            return ledger.progress.wait_for(lambda: not any(fill.unissued for fill in entry.fills.values()), timeout_s)
+
+
+@contextlib.contextmanager
+def setup(ssd_dir: str, *, file: MemoryFile | None = None, buffers: int = 64, **options: Any) -> Iterator[_Setup]:
+    file = file or MemoryFile()
+    config = EngineConfig(ssd_dir=ssd_dir, io="posix", host_budget_bytes=buffers * BYTES, **options)
+    with Engine(config, open_file=lambda _: file, chunk_bytes=BYTES) as engine:
+        yield _Setup(engine, file)
+        file.writes_may_go_on.set()
+        file.reads_may_go_on.set()
+
+
+def full(value: float) -> Tensor:
+    return torch.full((COUNT,), value, device="cuda")
+
+
+def values(x: Tensor) -> set[float]:
+    return set(x.cpu().tolist())
+
+
+def test_a_copy_out_starts_after_the_kernel_that_computes_the_tensor(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        with sim.hold():
+            x = full(3.0)
+            owner = s.engine.offload(x, "x")
+            sim.settle()
+        s.engine.release(owner, x)
+        assert values(s.fetch(owner)) == {3.0}
+
+
+def test_the_memory_of_a_released_tensor_is_overwritten_after_the_copy(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        x = full(3.0)
+        torch.cuda.synchronize()
+        with sim.hold(s.out):
+            owner = s.engine.offload(x, "x")
+            s.engine.release(owner, x)
+            address = x.data_ptr()
+            del x
+            y = full(5.0)
+            assert y.data_ptr() == address
+            sim.settle()
+        assert values(s.fetch(owner)) == {3.0}
+        assert values(y) == {5.0}
+
+
+def test_a_tensor_that_is_released_late_is_held_until_the_copy_is_over(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        x = full(3.0)
+        torch.cuda.synchronize()
+        with sim.hold(s.out):
+            owner = s.engine.offload(x, "x")
+            s.engine.release(owner, x, deferred=True, exclusive=True)
+            del x
+            y = full(5.0)
+            sim.settle()
+        assert values(s.fetch(owner)) == {3.0}
+        assert values(y) == {5.0}
+
+
+def test_nothing_is_written_before_the_copy_is_over(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        x = full(3.0)
+        torch.cuda.synchronize()
+        with sim.hold(s.out):
+            owner = s.engine.offload(x, "x")
+            s.engine.release(owner, x)
+            assert not s.file.write_begun.acquire(timeout=0.3)
+        s.engine.wait_until_idle()
+        assert values(s.fetch(owner)) == {3.0}
+
+
+@pytest.mark.parametrize("place", ["file", "staging", "memory"])
+def test_a_reload_writes_after_what_was_enqueued_before_it(sim: Simulator, ssd_dir: str, place: str) -> None:
+    """A kernel still reads memory that has been freed, and the reload gets this memory."""
+    file = MemoryFile()
+    if place == "memory":
+        file.write_error = lambda index: OSError(28, "no space")
+    with setup(ssd_dir, file=file) as s:
+        if place == "staging":
+            file.writes_may_go_on.clear()
+            x = full(3.0)
+            owner = s.engine.offload(x, "x")
+            s.engine.release(owner, x)
+            del x
+            torch.cuda.synchronize()
+        elif place == "memory":
+            owner = s.on_disk(3.0)
+        else:
+            owner = s.on_disk(3.0)
+        used = full(7.0)
+        torch.cuda.synchronize()
+        with sim.hold():
+            read = used.clone()
+            address = used.data_ptr()
+            del used
+            y = s.engine.reload(owner, (COUNT,))
+            assert y.data_ptr() == address
+            assert s.issued(owner, 0.3 if place == "memory" else 20) == (place != "memory")
+            sim.settle()
+        s.engine.wait(y, owner)
+        assert values(read) == {7.0}
+        assert values(y) == {3.0}
+
+
+def test_kernels_that_follow_wait_see_the_reloaded_bytes(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        owner = s.on_disk(3.0)
+        with sim.hold(s.back):
+            y = s.fetch(owner)
+            read = y.clone()
+            sim.settle()
+        assert values(read) == {3.0}
+
+
+def test_bytes_that_were_kept_in_memory_are_on_the_device_after_wait(sim: Simulator, ssd_dir: str) -> None:
+    file = MemoryFile()
+    file.write_error = lambda index: OSError(28, "no space")
+    sim.configure(side_us=20_000)
+    with setup(ssd_dir, file=file) as s:
+        owner = s.on_disk(3.0)
+        for _ in range(5):
+            y = s.fetch(owner)
+            read = y.clone()
+            del y
+            assert values(read) == {3.0}
+
+
+def test_bytes_are_forwarded_from_staging_after_they_have_arrived_there(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        x = full(3.0)
+        torch.cuda.synchronize()
+        with sim.hold(s.out):
+            owner = s.engine.offload(x, "x")
+            s.engine.release(owner, x, deferred=True, exclusive=True)
+            y = s.engine.reload(owner, (COUNT,))
+            assert s.issued(owner)
+            sim.settle()
+        s.engine.wait(y, owner)
+        assert values(y) == {3.0}
+
+
+def test_a_staging_buffer_is_reused_after_the_copy_to_the_device(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir, buffers=3) as s:
+        owners = [s.on_disk(3.0), s.on_disk(4.0)]
+        with sim.hold(s.back):
+            first = s.engine.reload(owners[0], (COUNT,))
+            assert s.issued(owners[0])
+            second = s.engine.reload(owners[1], (COUNT,))
+            assert s.issued(owners[1])
+            sim.settle()
+        for y, owner in zip((first, second), owners, strict=True):
+            s.engine.wait(y, owner)
+        assert (values(first), values(second)) == ({3.0}, {4.0})
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_reloaded_tensor_that_is_dropped_is_not_overwritten_late(sim: Simulator, ssd_dir: str, waited: bool) -> None:
+    """Backward raises after the reload: the next owner of the memory must not get the old bytes."""
+    with setup(ssd_dir) as s:
+        owner = s.on_disk(3.0)
+        with sim.hold(s.back):
+            y = s.engine.reload(owner, (COUNT,))
+            assert s.issued(owner)
+            if waited:
+                s.engine.wait(y, owner)
+            del owner, y
+            gc.collect()
+            s.engine.statistics()  # notes that the owner has died
+            z = full(7.0)
+            sim.settle()
+        torch.cuda.synchronize()
+        assert values(z) == {7.0}
+
+
+def test_a_reload_in_another_layout_reads_the_stored_bytes_after_they_have_arrived(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        x = torch.arange(COUNT, dtype=torch.float32, device="cuda").view(32, 32)
+        owner = s.engine.offload(x, "x")
+        s.engine.release(owner, x)
+        s.engine.wait_until_idle()
+        with sim.hold(s.back):
+            y = s.engine.reload(owner, (32, 32), (1, 32))
+            s.engine.wait(y, owner)
+            sim.settle()
+        assert y.stride() == (1, 32)
+        assert torch.equal(y.cpu(), x.cpu())
+
+
+def test_the_training_thread_does_not_wait_for_the_device(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        sim.take_counts()
+        with sim.hold():
+            x = full(3.0)
+            owner = s.engine.offload(x, "x")
+            s.engine.release(owner, x)
+            y = s.engine.reload(owner, (COUNT,))
+            s.engine.wait(y, owner)
+            z = y + 1
+        assert sim.take_counts().syncs_of_training() == {}
+        assert values(z) == {4.0}
+
+
+def test_memory_is_registered_once_and_unregistered_at_close(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        for value in (1.0, 2.0, 3.0):
+            assert values(s.fetch(s.on_disk(value))) == {value}
+        pool = s.lane.pool
+        registered = [buffer.pinned for buffer in pool._all if buffer.pinned is not None]
+        addresses = [pinned.data_ptr() for pinned in registered]
+        assert registered
+        assert all(pinned.is_pinned() for pinned in registered)
+        del registered
+    assert [torch.cuda.cudart().cudaHostUnregister(address) for address in addresses] == [713] * len(addresses)
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do(
+    sim: Simulator, ssd_dir: str
+) -> None:
+    class Refuses:
+        def cudaHostRegister(self, *_: object) -> int:
+            return 2
+
+    with setup(ssd_dir) as s:
+        s.lane.mover._cuda = type("Cuda", (), {**vars(torch.cuda), "cudart": staticmethod(Refuses)})
+        x = full(1.0)
+        owner = s.engine.offload(x, "x")
+        with pytest.raises(ConfigError, match="cannot pin 4096 bytes"):
+            s.engine.release(owner, x)
+
+
+@pytest.mark.parametrize("when", ["offload", "reload"])
+def test_a_failure_of_the_device_reaches_the_training_thread(sim: Simulator, ssd_dir: str, when: str) -> None:
+    with setup(ssd_dir) as s:
+        x = full(3.0)
+        if when == "offload":
+            sim.fail_next(s.out)
+        owner = s.engine.offload(x, "x")
+        with contextlib.suppress(InternalError):
+            s.engine.release(owner, x)
+            s.engine.wait_until_idle()
+            if when == "reload":
+                sim.fail_next(s.back)
+                s.fetch(owner)
+                s.engine.wait_until_idle()
+        with pytest.raises(InternalError, match="device-side assert"):
+            s.fetch(owner)
+        sim.repair()
+
+
+def test_the_host_tier_gives_back_the_same_bytes_held_demoted_and_read_ahead(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=3, default_us=300, side_us=300)
+    with setup(ssd_dir, buffers=12) as s:
+        owners = []
+        for order in range(24):
+            x = full(float(order))
+            owner = s.engine.offload(x, f"x{order}", host=True, reload_order=order)
+            s.engine.release(owner, x)
+            owners.append(owner)
+            del x
+        for order, owner in enumerate(owners):
+            y = s.fetch(owner)
+            read = y.clone()
+            del y
+            owners[order] = None
+            assert values(read) == {float(order)}
+        statistics = s.engine.statistics()
+        assert statistics.host_bytes > 0
+        assert statistics.demoted_bytes > 0
+
+
+def test_a_held_chunk_is_overwritten_after_it_was_copied_back(sim: Simulator, ssd_dir: str) -> None:
+    """The last token of a held tensor dies while its bytes are on the way to the device."""
+    with setup(ssd_dir, buffers=3) as s:
+        x = full(3.0)
+        owner = s.engine.offload(x, "x", host=True)
+        s.engine.release(owner, x)
+        torch.cuda.synchronize()
+        s.engine.wait_until_idle()
+        with sim.hold(s.back):
+            y = s.engine.reload(owner, (COUNT,))
+            s.engine.wait(y, owner)
+            read = y.clone()
+            del owner, y
+            gc.collect()
+            others = [full(5.0), full(6.0)]
+            kept = [s.engine.offload(other, f"o{i}") for i, other in enumerate(others)]
+            sim.settle()
+        assert values(read) == {3.0}
+        del kept
+
+
+def test_a_closed_engine_has_finished_with_the_device(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        x = full(3.0)
+        sim.configure(side_us=50_000)
+        owner = s.engine.offload(x, "x")
+        s.engine.release(owner, x)
+    torch.cuda.synchronize()
+    with pytest.raises(ActivationLostError, match="closed"):
+        s.fetch(owner)

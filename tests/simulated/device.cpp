@@ -820,6 +820,7 @@ extern "C" {
 
 void simulated_install() {
   devices();
+  at::globalContext().lazyInitDevice(c10::kCUDA);
   c10::impl::registerDeviceGuard(c10::kCUDA, &guard);
   c10::SetAllocator(c10::kCUDA, &device_allocator);
   struct sigaction action = {};

@@ -25,7 +25,6 @@ def environment(library: Path, package_root: Path = TESTS.parent) -> dict[str, s
         "SIMULATED_DEVICE": str(library),
         "PYTHONPATH": os.pathsep.join(map(str, roots)),
         "OMP_WAIT_POLICY": "passive",
-        "PYTHONDONTWRITEBYTECODE": "1",
     }
 
 

@@ -1,0 +1,294 @@
+"""Training on the simulated device: every configuration gives the bits of the CPU, and the host runs ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from steps import counted, settled_statistics
+from torch import Tensor, nn
+
+from ssdtrain_fx import OffloadConfig, Statistics, backend
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.studies import zoo
+from ssdtrain_fx.testing import assert_same_bits, gradients_of, toy_hardware
+
+if TYPE_CHECKING:
+    from simulated_cuda import Simulator
+
+DISK_BYTES_PER_S = 1e9
+DEVICE: Hardware = toy_hardware(
+    disk_bytes_per_s=DISK_BYTES_PER_S, device="simulated", kernel_s=1e-3, staging_bytes=64 << 20
+)
+DELAYS = {"none": (0, 0), "device": (300, 0), "copies": (0, 1000), "both": (200, 200)}
+"""Up to how many microseconds kernels are late on the default stream, and on side streams."""
+
+Loop = Callable[[Callable[..., Tensor], Sequence[tuple[Tensor, ...]]], None]
+
+
+class Block(nn.Module):
+    """A layer of a GPT without attention kernels, whose choice depends on the device."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, 2, width // 2).transpose(1, 2) for part in self.qkv(self.norm(x)).split(width, -1)
+        )
+        attention = (q @ k.transpose(-1, -2) / width**0.5).softmax(-1) @ v
+        x = x + self.out(attention.transpose(1, 2).reshape(x.shape))
+        return x + self.narrow(nn.functional.gelu(self.widen(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, layers: int = 4, width: int = 32, vocab: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().sum()
+
+
+def make(name: str) -> tuple[nn.Module, list[tuple[Tensor, ...]]]:
+    """A model and the data of three steps, on the CPU."""
+    torch.manual_seed(0)
+    if name == "gpt":
+        return Gpt(), [(torch.randint(64, (4, 16)),) for _ in range(3)]
+    if name == "mlp":
+        return Mlp(), [(torch.randn(32, 64),) for _ in range(3)]
+    model, make_batch = zoo.build(name, layers=2, hidden=64, sequence=32, vocab=128, batch=2)
+    generator = torch.Generator().manual_seed(1)
+    return model, [make_batch(generator) for _ in range(3)]
+
+
+def ordinary(model: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
+    for batch in batches:
+        model(*batch).backward()
+
+
+def train(name: str, device: str, compiler: Any, loop: Loop, *, regional: bool = False) -> dict[str, Tensor]:
+    """The gradients that ``loop`` accumulates, on the CPU."""
+    torch._dynamo.reset()
+    model, batches = make(name)
+    model = model.to(device)
+    on_device = [tuple(value.to(device) for value in batch) for batch in batches]
+    if regional:
+        for layer in model.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            layer.compile(backend=compiler)
+        loop(model, on_device)
+    else:
+        loop(torch.compile(model, backend=compiler), on_device)
+    return {key: value.cpu() for key, value in gradients_of(model).items()}
+
+
+def compare(
+    ssd_dir: str,
+    name: str,
+    loop: Loop = ordinary,
+    *,
+    reference: str = "cpu",
+    regional: bool = False,
+    moves: bool = True,
+    **options: Any,
+) -> Statistics:
+    """Train with and without offloading. The gradients must have equal bits, and nothing is left on the disk."""
+    config = OffloadConfig(
+        **{
+            "inner": "aot_eager",
+            "policy": "all",
+            "min_tensor_bytes": 0,
+            "hardware": DEVICE,
+            "io": "posix",
+            "ssd_dir": ssd_dir,
+            **options,
+        }
+    )
+    expected = train(name, reference, "aot_eager", loop, regional=regional)
+    found: list[dict[str, Tensor]] = []
+    moved = counted(lambda: found.append(train(name, "cuda", backend(config), loop, regional=regional)))
+    assert_same_bits(found[0], expected)
+    assert (moved.offloads > 0) == moves
+    gc.collect()
+    assert settled_statistics().slots_in_use == 0
+    return moved
+
+
+@pytest.mark.parametrize("delays", DELAYS)
+@pytest.mark.parametrize("name", ["gpt", "mlp"])
+def test_policy_all(sim: Simulator, ssd_dir: str, name: str, delays: str) -> None:
+    default_us, side_us = DELAYS[delays]
+    sim.configure(seed=7, default_us=default_us, side_us=side_us, percent=30)
+    moved = compare(ssd_dir, name)
+    assert moved.bytes_written > 0
+
+
+@pytest.mark.parametrize("name", ["encoder", pytest.param("conv", marks=pytest.mark.slow)])
+def test_models_whose_kernels_depend_on_the_device(sim: Simulator, ssd_dir: str, name: str) -> None:
+    sim.configure(seed=8, default_us=200, side_us=200, percent=20)
+    compare(ssd_dir, name, reference="cuda")
+
+
+def test_policy_auto_with_a_budget_and_the_host_tier(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=9, default_us=200, side_us=200, percent=20)
+    moved = compare(
+        ssd_dir, "gpt", policy="auto", memory_budget_bytes=400_000, host_budget_bytes=16 << 20, recompute=False
+    )
+    assert moved.host_bytes > 0
+
+
+def test_policy_auto_recomputes(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=10, default_us=200, side_us=200, percent=20)
+    compare(ssd_dir, "gpt", policy="auto", max_slowdown=1.0)
+
+
+def test_a_host_tier_that_is_too_small_is_demoted(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=11, default_us=100, side_us=300, percent=30)
+    compare(ssd_dir, "gpt", policy="auto", max_slowdown=1.0, recompute=False, host_budget_bytes=4 << 20)
+
+
+def test_checksums(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=12, default_us=100, side_us=300, percent=30)
+    compare(ssd_dir, "mlp", checksum=True)
+
+
+def test_a_chain_of_graphs(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=13, default_us=100, side_us=300, percent=30)
+    moved = compare(ssd_dir, "gpt", regional=True)
+    assert moved.ahead_bytes > 0
+
+
+def test_second_backward_with_retain_graph(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=14, default_us=100, side_us=300, percent=30)
+
+    def loop(model: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
+        loss = model(*batches[0])
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    compare(ssd_dir, "gpt", loop)
+
+
+def test_losses_that_are_dropped(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=15, default_us=100, side_us=1000, percent=30)
+
+    def loop(model: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
+        for batch in batches:
+            model(*batch)
+            model(*batch).backward()
+
+    compare(ssd_dir, "mlp", loop)
+
+
+def test_two_forwards_before_their_backwards(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=16, default_us=100, side_us=300, percent=30)
+
+    def loop(model: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
+        losses = [model(*batch) for batch in batches]
+        for loss in losses:
+            loss.backward()
+
+    compare(ssd_dir, "mlp", loop)
+
+
+def test_a_full_disk_keeps_bytes_in_memory(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=17, default_us=100, side_us=1000, percent=50)
+    moved = compare(ssd_dir, "mlp", disk_reserve_bytes=1 << 60)
+    assert moved.kept_bytes > 0
+
+
+def test_training_on_a_stream_of_its_own(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=18, default_us=300, side_us=300, percent=30)
+
+    def loop(model: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
+        if not batches[0][0].is_cuda:
+            return ordinary(model, batches)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream(device=torch.device("cuda:0"))):
+            ordinary(model, batches)
+        torch.cuda.synchronize()
+
+    compare(ssd_dir, "gpt", loop)
+
+
+def test_two_devices_at_the_same_time(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=19, default_us=100, side_us=300, percent=30)
+    expected = train("mlp", "cpu", "aot_eager", ordinary)
+    options: dict[str, Any] = {"inner": "aot_eager", "policy": "all", "min_tensor_bytes": 0, "hardware": DEVICE}
+    config = OffloadConfig(**options, io="posix", ssd_dir=ssd_dir)
+    models, losses = [], []
+    torch._dynamo.reset()
+    for index in range(2):
+        model, batches = make("mlp")
+        models.append((model.to(f"cuda:{index}"), [tuple(x.to(f"cuda:{index}") for x in batch) for batch in batches]))
+    compiled = [torch.compile(model, backend=backend(config)) for model, _ in models]
+    for step in range(3):
+        losses = [compiled[index](*models[index][1][step]) for index in range(2)]
+        for loss in losses:
+            loss.backward()
+    for model, _ in models:
+        assert_same_bits({key: value.cpu() for key, value in gradients_of(model).items()}, expected)
+
+
+@pytest.mark.parametrize("host_budget_bytes", [16 << 20])
+def test_the_host_runs_ahead_of_the_device(sim: Simulator, ssd_dir: str, host_budget_bytes: int) -> None:
+    """A whole step is enqueued while the device has not begun: nothing on the training thread waits for the device."""
+    options: dict[str, Any] = {"inner": "aot_eager", "policy": "auto", "max_slowdown": 1.0, "min_tensor_bytes": 0}
+    config = OffloadConfig(
+        **options,
+        recompute=False,
+        hardware=dataclasses.replace(DEVICE, staging_bytes=host_budget_bytes),
+        io="posix",
+        ssd_dir=ssd_dir,
+    )
+    model, batches = make("mlp")
+    model, inputs = model.cuda(), [tuple(x.cuda() for x in batch) for batch in batches]
+    compiled = torch.compile(model, backend=backend(config))
+    ordinary(compiled, inputs)  # compiles
+    torch.cuda.synchronize()
+    sim.take_counts()
+    ordinary(compiled, inputs)
+    assert sim.take_counts().syncs_of_training() == {}
+
+
+def test_threads_that_train_on_streams_of_their_own(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=20, default_us=300, side_us=300, percent=30)
+
+    def loop(model: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
+        def work(batch: tuple[Tensor, ...]) -> None:
+            if not batch[0].is_cuda:
+                return model(*batch).backward()
+            with torch.cuda.stream(torch.cuda.Stream(device=torch.device("cuda:0"))):
+                model(*batch).backward()
+                torch.cuda.current_stream().synchronize()
+
+        for batch in batches:
+            torch.cuda.synchronize()
+            thread = threading.Thread(target=work, args=(batch,))
+            thread.start()
+            thread.join()
+
+    compare(ssd_dir, "mlp", loop)

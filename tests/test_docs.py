@@ -42,6 +42,10 @@ SMALLER = {
     "WIDTH, LAYERS, BATCH = 512, 8, 4096": "WIDTH, LAYERS, BATCH = 64, 2, 8192",
     "max_slowdown=0.1)": "max_slowdown=9.0, recompute=False)",  # the plan offloads something on every machine
     "min_tensor_bytes=4 << 20": "min_tensor_bytes=0",
+    "enable(max_slowdown=0.05)": 'enable(policy="all", min_tensor_bytes=0)',
+    'options={"max_slowdown": 0.05}': 'options={"policy": "all", "min_tensor_bytes": 0}',
+    'TrainingArguments("out"': 'TrainingArguments("out", max_steps=2, use_cpu=True, report_to="none"',
+    'SFTConfig("out"': 'SFTConfig("out", max_steps=2, use_cpu=True, bf16=False, report_to="none"',
 }
 
 COMMON = """
@@ -65,6 +69,32 @@ model = Blocks()
 x = torch.randn(8192, 64)
 """
 
+TRAINERS = f"""
+import sys
+sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT / "tests" / "trainers")!r}]
+import datasets
+import lightning
+import torch
+from small_training import Text, bytes_tokenizer, make_model
+
+tokenizer = bytes_tokenizer()
+pieces = Text(8).pieces.tolist()
+dataset = datasets.Dataset.from_dict(dict(input_ids=pieces, labels=pieces)).with_format("torch")
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = make_model()
+
+    def training_step(self, batch):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+make_lightning_module = Module
+"""
+
 PRELUDES = {
     "README.md": COMMON + "inputs = (x,)\n",
     "tutorial.md": "",
@@ -74,6 +104,7 @@ PRELUDES = {
     "regional_compilation.md": COMMON + "target = None\n",
     "several_drives.md": COMMON,
     "gpu.md": COMMON,
+    "trainers.md": TRAINERS,
 }
 """Code that runs before the first block of a page."""
 
@@ -90,8 +121,17 @@ COMMANDS = {
     for line in block.splitlines()
     if (words := shlex.split(line, comments=True))
 }
-SLOW = {"gradient_accumulation.md", "checkpointing.md", "regional_compilation.md", "several_drives.md", "gpu.md"}
+SLOW = {
+    "gradient_accumulation.md",
+    "checkpointing.md",
+    "regional_compilation.md",
+    "several_drives.md",
+    "gpu.md",
+    "trainers.md",
+}
 """Pages whose blocks `make test-all` runs."""
+NEEDED = {"trainers.md": ("accelerate", "datasets", "lightning", "peft", "trl")}
+"""Packages that a page is about. The extra `test` installs them."""
 QUICK = (["ssdtrain-fx", "explain"], ["ssdtrain-fx", "doctor"], ["ssdtrain-fx", "probe"])
 
 
@@ -139,11 +179,15 @@ def test_python_is_python(path: Path) -> None:
     [pytest.param(path, marks=slow_page(path.name), id=path.name) for path in PAGES if path.name in PRELUDES],
 )
 def test_python_runs(path: Path, tmp_path: Path) -> None:
+    for package in NEEDED.get(path.name, ()):
+        pytest.importorskip(package, reason=f"{package}, which this page is about, is not installed")
     program = "\n".join([PRELUDES[path.name], *blocks_of(path, "python")])
     for large, small in SMALLER.items():
         program = program.replace(large, small)
     if path.name == "tutorial.md":
         program += "\nassert step.offloads > 0\n"
+    if path.name == "trainers.md":
+        program += "\nassert ssdtrain_fx.statistics().bytes_written > 0\n"
     (tmp_path / "page.py").write_text(
         on_drives(program, tmp_path)
     )  # a file, because Inductor and inspect read its source

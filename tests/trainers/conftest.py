@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch._inductor.config as inductor_config
@@ -15,6 +16,13 @@ def _disabled() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
     """No test leaves the switch on."""
     yield
     ssdtrain_fx.disable()
+
+
+@pytest.fixture
+def accelerate() -> Any:
+    """Accelerate, for a test that needs it and transformers."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    return pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 
 @pytest.fixture

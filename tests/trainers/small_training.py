@@ -1,4 +1,7 @@
-"""A model and text that train in a second, and a comparison of two trainings to the bit."""
+"""A model and text that train in a second, and a comparison of two trainings to the bit.
+
+Trainers take seconds to import, and some change torch, so tests import them when they run.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,33 @@ def make_model() -> Any:
             use_cache=False,
         )
     )
+
+
+def bytes_tokenizer() -> Any:
+    """One token per byte."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=letters[0], eos_token=letters[1])
+
+
+def recording(trainer_class: type) -> Any:
+    """A subclass of a Trainer of transformers that keeps the loss of every micro-batch. Those in its log are means."""
+
+    class Recording(trainer_class):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.losses: list[float] = []
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            self.losses.append(loss.item())
+            return loss
+
+    return Recording
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,19 +13,20 @@ from small_training import BATCH, EVERYTHING, Text, Trained, compare, make_model
 
 import ssdtrain_fx
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-
-pytestmark = [pytest.mark.usefixtures("one_thread", "plain_kernels"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.usefixtures("accelerate", "one_thread", "plain_kernels"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 def fresh_accelerator(**settings: Any) -> Any:
     """Accelerate shares its state over all accelerators of a process. This one starts anew."""
+    from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    return accelerate.Accelerator(cpu=True, **settings)
+    return Accelerator(cpu=True, **settings)
 
 
 def by_name(backend: str, model: Any) -> tuple[Any, Any]:
@@ -34,9 +35,11 @@ def by_name(backend: str, model: Any) -> tuple[Any, Any]:
 
 
 def by_plugin(backend: str, model: Any) -> tuple[Any, Any]:
+    from accelerate.utils import TorchDynamoPlugin
+
     ssdtrain_fx.enable()
     options = EVERYTHING if backend == "ssdtrain" else None
-    plugin = accelerate.utils.TorchDynamoPlugin(backend=backend, options=options)
+    plugin = TorchDynamoPlugin(backend=backend, options=options)
     return fresh_accelerator(dynamo_plugin=plugin), model
 
 
@@ -46,8 +49,10 @@ def compiled_before(backend: str, model: Any) -> tuple[Any, Any]:
 
 
 def regional(backend: str, model: Any) -> tuple[Any, Any]:
+    from accelerate.utils import TorchDynamoPlugin
+
     ssdtrain_fx.enable(**EVERYTHING)
-    plugin = accelerate.utils.TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
+    plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
     return fresh_accelerator(dynamo_plugin=plugin), model
 
 

@@ -12,30 +12,47 @@ from torch import Tensor, nn
 
 import ssdtrain_fx
 
-lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+
+@pytest.fixture(autouse=True)
+def _lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning replaces ``torch.compile`` when it is imported. The other tests get the original back."""
+    original = torch.compile
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    import lightning.fabric.wrappers as wrappers
+
+    replacement = wrappers._capture_compile_kwargs(original)
+    torch.compile = original
+    monkeypatch.setattr(torch, "compile", replacement)
+
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "plain_kernels"), pytest.mark.filterwarnings("ignore")]
 
 
-class NextByte(lightning.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 256))
-        self.losses: list[float] = []
+def make_module() -> Any:
+    """A Lightning module that predicts the next byte. Every call returns the same weights."""
+    from lightning import LightningModule
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.layers(tokens[:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    class NextByte(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 256))
+            self.losses: list[float] = []
 
-    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-        return self(batch["input_ids"])
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits = self.layers(tokens[:, :-1])
+            return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    def on_train_batch_end(self, outputs: Any, *_: object) -> None:
-        self.losses.append(outputs["loss"].item())
+        def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+            return self(batch["input_ids"])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-2)
+        def on_train_batch_end(self, outputs: Any, *_: object) -> None:
+            self.losses.append(outputs["loss"].item())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    return NextByte()
 
 
 def options_of(how: str, backend: str) -> dict[str, Any]:
@@ -53,9 +70,11 @@ def loader() -> Any:
 
 
 def test_a_compiled_lightning_module(tmp_path: Path) -> None:
+    from lightning import Trainer
+
     def train(backend: str) -> Trained:
-        module = NextByte()
-        trainer = lightning.Trainer(
+        module = make_module()
+        trainer = Trainer(
             accelerator="cpu",
             max_epochs=1,
             logger=False,
@@ -73,10 +92,11 @@ def test_a_compiled_lightning_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["options", "enable", "value"])
 def test_fabric_compiles_again_with_the_same_arguments(how: str) -> None:
     """Fabric unwraps a compiled module, sets it up, and compiles it with a deep copy of what it was compiled with."""
+    from lightning import Fabric
 
     def train(backend: str) -> Trained:
-        fabric = lightning.Fabric(accelerator="cpu", devices=1)
-        module = NextByte()
+        fabric = Fabric(accelerator="cpu", devices=1)
+        module = make_module()
         compiled, optimizer = fabric.setup(
             torch.compile(module, **options_of(how, backend)), module.configure_optimizers()
         )

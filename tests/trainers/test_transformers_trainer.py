@@ -7,30 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from small_training import EVERYTHING, Text, Trained, compare, make_model, parameters_of
+from small_training import EVERYTHING, Text, Trained, compare, make_model, parameters_of, recording
 
 import ssdtrain_fx
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("accelerate", reason="accelerate, which the Trainer needs, is not installed")
+pytestmark = [
+    pytest.mark.usefixtures("accelerate", "one_thread", "plain_kernels"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
-pytestmark = [pytest.mark.usefixtures("one_thread", "plain_kernels"), pytest.mark.filterwarnings("ignore")]
 
+def make_trainer(*args: Any, **kwargs: Any) -> Any:
+    import transformers
 
-class Trainer(transformers.Trainer):
-    """Records the loss of every micro-batch. Those in the log are rounded means."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.losses: list[float] = []
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(*args, **kwargs)
-        self.losses.append(loss.item())
-        return loss
+    return recording(transformers.Trainer)(*args, **kwargs)
 
 
 def arguments(folder: Path, **others: Any) -> Any:
+    import transformers
+
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -87,7 +82,7 @@ def test_accumulation_evaluation_checkpoint_and_resume(how: str, tmp_path: Path)
                 save_steps=2,
                 **extra,
             )
-            return Trainer(model, settings, train_dataset=Text(24), eval_dataset=Text(4, skip=24))
+            return make_trainer(model, settings, train_dataset=Text(24), eval_dataset=Text(4, skip=24))
 
         whole = train(trainer())
         checkpoint = tmp_path / backend / "checkpoint-2"
@@ -110,7 +105,7 @@ def test_bf16_and_gradient_checkpointing(how: str, setting: str, tmp_path: Path)
     def run(backend: str) -> Trained:
         model = make_model()
         settings = arguments(tmp_path, **{setting: True}, **compiled_by(how, backend, model))
-        return train(Trainer(model, settings, train_dataset=Text(8)))
+        return train(make_trainer(model, settings, train_dataset=Text(8)))
 
     compare(run)
 
@@ -123,7 +118,7 @@ def test_low_rank_adapters(tmp_path: Path) -> None:
         adapters = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         model = peft.get_peft_model(make_model(), adapters)
         settings = arguments(tmp_path, **compiled_by("argument", backend, model))
-        return train(Trainer(model, settings, train_dataset=Text(8)))
+        return train(make_trainer(model, settings, train_dataset=Text(8)))
 
     compare(run)
 
@@ -132,4 +127,4 @@ def test_without_enable_the_argument_is_refused(tmp_path: Path) -> None:
     """The reason for ``enable``. Where this fails, Accelerate takes any name, and the docs can be shortened."""
     settings = arguments(tmp_path, torch_compile=True, torch_compile_backend="ssdtrain")
     with pytest.raises(ValueError, match="'SSDTRAIN' is not a valid DynamoBackend"):
-        Trainer(make_model(), settings, train_dataset=Text(8))
+        make_trainer(make_model(), settings, train_dataset=Text(8))

@@ -6,12 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_training import BATCH, EVERYTHING, SEQUENCE, Text, Trained, compare, make_model, parameters_of
+import torch
+from small_training import (
+    BATCH,
+    EVERYTHING,
+    SEQUENCE,
+    Text,
+    Trained,
+    bytes_tokenizer,
+    compare,
+    make_model,
+    parameters_of,
+    recording,
+)
 
 import ssdtrain_fx
-
-trl = pytest.importorskip("trl", reason="trl is not installed")
-datasets = pytest.importorskip("datasets", reason="datasets, which TRL needs, is not installed")
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,31 +29,9 @@ pytestmark = [
 ]
 
 
-class SFTTrainer(trl.SFTTrainer):
-    """Records the loss of every step."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.losses: list[float] = []
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(*args, **kwargs)
-        self.losses.append(loss.item())
-        return loss
-
-
-def bytes_tokenizer() -> Any:
-    """One token per byte."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=letters[0], eos_token=letters[1])
-
-
 def train(backend: str, folder: Path, **others: Any) -> Trained:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets, which TRL needs, is not installed")
     ssdtrain_fx.enable(**EVERYTHING)
     settings = trl.SFTConfig(
         output_dir=str(folder),
@@ -63,7 +50,9 @@ def train(backend: str, folder: Path, **others: Any) -> Trained:
         **others,
     )
     pieces = datasets.Dataset.from_dict({"input_ids": Text(8).pieces.tolist()})
-    trainer = SFTTrainer(make_model(), settings, train_dataset=pieces, processing_class=bytes_tokenizer())
+    trainer = recording(trl.SFTTrainer)(
+        make_model(), settings, train_dataset=pieces, processing_class=bytes_tokenizer()
+    )
     trainer.train()
     return Trained(trainer.losses, parameters_of(trainer.model))
 
@@ -73,8 +62,33 @@ def test_losses(loss_type: str, tmp_path: Path) -> None:
     compare(lambda backend: train(backend, tmp_path, loss_type=loss_type))
 
 
-def test_both_offloaders_at_once(tmp_path: Path) -> None:
-    """TRL's hooks get what compiled code saves: tokens of 8 bytes on the CPU, which they pass on unchanged."""
+def test_both_offloaders_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's hooks get what compiled code saves. The tokens among it are tensors of 8 bytes on the CPU: passed on.
+
+    TRL's offloader needs a GPU for its streams. Here it runs without streams, and finds every tensor on the CPU.
+    """
+    pytest.importorskip("trl", reason="trl is not installed")
+    from trl.models.activation_offloading import OffloadActivations, get_act_offloading_ctx_manager
+
+    packed: list[tuple[int, str]] = []
+
+    def without_streams(model: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+            context = get_act_offloading_ctx_manager(model, use_pin_memory=False, use_streams=False)
+        pack = context.pack_hook
+
+        def recording_pack(saved: torch.Tensor) -> Any:
+            packed.append((saved.nbytes, saved.device.type))
+            return pack(saved)
+
+        assert isinstance(context, OffloadActivations)
+        context.pack_hook = recording_pack
+        return context
+
+    monkeypatch.setattr("trl.trainer.sft_trainer.get_act_offloading_ctx_manager", without_streams)
     alone = compare(lambda backend: train(backend, tmp_path))
+    assert packed == []
     both = compare(lambda backend: train(backend, tmp_path, activation_offloading=True))
-    assert both.bytes_written == alone.bytes_written
+    assert both.offloads == alone.offloads
+    assert (8, "cpu") in packed

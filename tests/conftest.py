@@ -18,7 +18,9 @@ import hypothesis
 import pytest
 import torch
 
+from ssdtrain_fx._torch_private.arena import ArenaLibrary
 from ssdtrain_fx.runtime import ops
+from ssdtrain_fx.runtime.memory.step_memory import step_memory
 
 # No deadlines: in a process that has compiled a lot, one garbage collection takes longer than the default deadline.
 hypothesis.settings.register_profile(
@@ -35,9 +37,30 @@ def _own_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  
         yield
 
 
+def make_hostile(library: ArenaLibrary) -> ArenaLibrary:
+    """Every tensor of compiled code comes from the arena, and what is freed is overwritten at once."""
+    library.configure(min_bytes=1, poison=True)
+    return library
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _hostile_from_the_start() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
+    """The arena is hostile from its first block on. It is still built only by the first test that needs it."""
+    load = step_memory._load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_memory, "_load", lambda: make_hostile(load()))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fresh_process_state() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
-    """No compiled code, engine or random state is left for the next test."""
+    """No compiled code, engine or random state is left for the next test.
+
+    The memory of compiled steps is hostile, so that a test of numerics also finds reads of freed memory, of small
+    tensors too. A test that needs the arena as users have it calls ``configure()``.
+    """
+    if step_memory._library is not None:
+        make_hostile(step_memory._library)
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield

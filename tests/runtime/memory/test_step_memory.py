@@ -35,13 +35,14 @@ ROOT = Path(ssdtrain_fx.__file__).parents[1]
 
 
 @pytest.fixture
-def library() -> Iterator[ArenaLibrary]:
+def library() -> ArenaLibrary:
+    """The arena as users have it, empty."""
     gc.collect()
     assert step_memory.library is not None, "the machine of the tests has a compiler"
+    step_memory.library.configure()
     step_memory.library.trim()
     step_memory.library.reset_peaks()
-    yield step_memory.library
-    step_memory.library.configure()
+    return step_memory.library
 
 
 def allocated_bytes() -> int:

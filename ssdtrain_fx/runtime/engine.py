@@ -28,7 +28,6 @@ import math
 import threading
 import time
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -42,7 +41,7 @@ from ssdtrain_fx.runtime.book.ledger import Ledger, lost
 from ssdtrain_fx.runtime.book.records import Ahead, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Direction, Traffic
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
-from ssdtrain_fx.runtime.handles.tokens import Owner
+from ssdtrain_fx.runtime.handles.tokens import Owner, OwnerRef
 from ssdtrain_fx.runtime.lanes.aio import Aio, AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.lanes.aio_lane import DIRECT_CHUNK_BYTES, FROM_SOURCE_BYTES, AioLane
 from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
@@ -56,8 +55,9 @@ from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, StagingPool
 from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
 from ssdtrain_fx.runtime.policy.external_tensors import Content, ExternalTensors, content_of
 from ssdtrain_fx.runtime.policy.graph_runs import GraphRuns
-from ssdtrain_fx.runtime.policy.patience import Clock
+from ssdtrain_fx.runtime.policy.patience import Clock, Patience
 from ssdtrain_fx.runtime.policy.stalls import Stalls
+from ssdtrain_fx.runtime.shield import shielded
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile, SpillFile
@@ -73,7 +73,7 @@ IDLE_POLL_S = 0.05
 """How long ``wait_until_idle`` waits for one lane before it turns to the next."""
 
 AFTER_FAILURE_S = 1.0
-"""How long ``close`` waits for transfers after an unexpected exception, when their recorded state may be wrong."""
+"""How long ``close`` waits for the next transfer to end after a failure, when their recorded state may be wrong."""
 
 
 class Engine:
@@ -124,6 +124,8 @@ class Engine:
         self._external = ExternalTensors()
         self._lanes: dict[str, Lane] = {}
         self._lanes_lock = threading.Lock()
+        self._closing = threading.Lock()
+        self._is_gone = False
         self._trace: Trace | None = None
 
     def __enter__(self) -> Self:
@@ -185,9 +187,10 @@ class Engine:
         if lane.writes_from_source(entry):
             entry.cut_at_pages()
         handle = next(self._handles)
-        owner = Owner(self, handle, ledger.dead_handles)
-        entry.owner = weakref.ref(owner)
-        with ledger.lock:
+        owner = Owner(self, handle, ledger.note_death)
+        entry.owner = OwnerRef(owner, ledger.dead_owners.append)
+        entry.owner.handle = handle
+        with ledger.lock, ledger.change:
             ledger.begin_op(name)
             unplanned_s = self._stalls.predict_s(lane, entry, out_s, back_s)
             if unplanned_s:  # earlier transfers may have finished unnoticed
@@ -235,14 +238,15 @@ class Engine:
                 "them, so the memory of the other one may already hold other data."
             )
         lane = self._lane_of(entry)
-        with ledger.lock:
+        with ledger.lock, ledger.change:
             ledger.begin_op(entry.name)
             if entry.uncopied:
                 lane.make_progress()
-            if deferred:
-                self._stalls.wait_until_copied(lane, entry, self._runs.must_leave(entry))
-            elif entry.uncopied:
-                self._stalls.wait_until_copied(lane, entry, [entry])
+            awaited = self._runs.must_leave(entry) if deferred else [entry]
+            must_wait = any(other.uncopied for other in awaited)
+        if must_wait:
+            self._stalls.wait_until_copied(lane, entry, awaited)
+        with ledger.lock, ledger.change:
             copied = []
             if lane.mover.enqueues:
                 copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]
@@ -258,7 +262,7 @@ class Engine:
         elif copied and not leaves_later:
             for mark in copied:
                 lane.mover.wait_stream(mark, entry.device)
-            with ledger.lock:
+            with ledger.lock, ledger.change:
                 ledger.drop_source(entry)
         ledger.tidy()
         return owner
@@ -303,7 +307,7 @@ class Engine:
         if y.device != entry.device:
             raise InternalError(f"reload({entry.name!r}) asks for {y.device}; offload got {entry.device}.")
         fill = Fill(entry, y, temporary, lane.mover.mark(y.device))
-        with ledger.lock:
+        with ledger.lock, ledger.change:
             ledger.begin_op(entry.name)
             ledger.counters.reloads += 1
             self._runs.reloaded(entry)
@@ -333,10 +337,10 @@ class Engine:
                 "passed a copy, which is never filled."
             )
         lane = self._lane_of(entry)
-        with ledger.lock:
+        with ledger.lock, ledger.change:
             if fill.unissued:
                 lane.make_progress()
-            error = self._stalls.wait_until_filled(lane, fill)
+        error = self._stalls.wait_until_filled(lane, fill) if fill.unissued else fill.error
         ledger.tidy()
         if error is not None:
             raise lost(entry, self._file.path, error) from error
@@ -344,7 +348,7 @@ class Engine:
             lane.mover.wait_stream(mark, entry.device)
         if fill.temporary is not None:
             copy_elements(fill.temporary, y)
-        with ledger.lock:
+        with ledger.lock, ledger.change:
             entry.waited_addresses.add(address)
             entry.fills.pop(address, None)
             next_entries = self._runs.waited(entry)
@@ -360,7 +364,7 @@ class Engine:
         ledger = self._ledger
         if not ledger.residents:
             return y
-        with ledger.lock:
+        with ledger.lock, ledger.change:
             ledger.drain()
             shared = storage_key(y) in ledger.residents
         ledger.tidy()
@@ -369,44 +373,56 @@ class Engine:
     # -- looking inside, closing ---------------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
+        """What this engine has done and holds now.
+
+        In a signal handler or a finaliser that interrupts an op of this thread, they are what they were at that moment.
+        """
         ledger = self._ledger
-        with ledger.lock:
+        if ledger.lock._is_owned():
+            return self._snapshot()
+        with ledger.lock, ledger.change:
             ledger.drain()
-            for lane in tuple(self._lanes.values()):
-                lane.make_progress()
-            counters = ledger.counters
-            statistics = Statistics(
-                offloads=counters.offloads,
-                reloads=counters.reloads,
-                bytes_written=counters.bytes_written,
-                bytes_read=counters.bytes_read,
-                forwarded=counters.forwarded,
-                forwarded_bytes=counters.forwarded_bytes,
-                kept=counters.kept,
-                kept_bytes=counters.kept_bytes,
-                kept_for_time=counters.kept_for_time,
-                kept_for_time_bytes=counters.kept_for_time_bytes,
-                read_ahead_bytes=counters.read_ahead_bytes,
-                host_bytes=counters.host_bytes,
-                demoted_bytes=counters.demoted_bytes,
-                cancelled_bytes=counters.cancelled_bytes,
-                deduplicated_bytes=counters.deduplicated_bytes,
-                late_bytes=counters.late_bytes,
-                ahead_bytes=counters.ahead_bytes,
-                release_stall_s=counters.release_stall_s,
-                wait_stall_s=counters.wait_stall_s,
-                in_flight_bytes=counters.in_flight_bytes,
-                slots_in_use=ledger.slots.slots_in_use,
-                slot_bytes_in_use=ledger.slots.bytes_in_use,
-                file_bytes=self._file.size_bytes,
-                staging_bytes=sum(lane.pool.size_bytes for lane in self._lanes.values()),
-                idle_bytes=sum(lane.idle_bytes for lane in self._lanes.values()),
-                write_bytes_per_s=ledger.traffic.meters[Direction.WRITE].bytes_per_s,
-                read_bytes_per_s=ledger.traffic.meters[Direction.READ].bytes_per_s,
-                io_path=self._io_path(),
-            )
+            if not ledger.closed and ledger.change.failure is None:
+                for lane in tuple(self._lanes.values()):
+                    lane.make_progress()
+            statistics = self._snapshot()
         ledger.tidy()
         return statistics
+
+    def _snapshot(self) -> Statistics:
+        """The statistics as they are, without any lock: each number is right, but they may differ in time."""
+        ledger = self._ledger
+        counters, lanes = ledger.counters, tuple(self._lanes.values())
+        return Statistics(
+            offloads=counters.offloads,
+            reloads=counters.reloads,
+            bytes_written=counters.bytes_written,
+            bytes_read=counters.bytes_read,
+            forwarded=counters.forwarded,
+            forwarded_bytes=counters.forwarded_bytes,
+            kept=counters.kept,
+            kept_bytes=counters.kept_bytes,
+            kept_for_time=counters.kept_for_time,
+            kept_for_time_bytes=counters.kept_for_time_bytes,
+            read_ahead_bytes=counters.read_ahead_bytes,
+            host_bytes=counters.host_bytes,
+            demoted_bytes=counters.demoted_bytes,
+            cancelled_bytes=counters.cancelled_bytes,
+            deduplicated_bytes=counters.deduplicated_bytes,
+            late_bytes=counters.late_bytes,
+            ahead_bytes=counters.ahead_bytes,
+            release_stall_s=counters.release_stall_s,
+            wait_stall_s=counters.wait_stall_s,
+            in_flight_bytes=counters.in_flight_bytes,
+            slots_in_use=ledger.slots.slots_in_use,
+            slot_bytes_in_use=ledger.slots.bytes_in_use,
+            file_bytes=self._file.size_bytes,
+            staging_bytes=sum(lane.pool.size_bytes for lane in lanes),
+            idle_bytes=sum(lane.idle_bytes for lane in lanes),
+            write_bytes_per_s=ledger.traffic.meters[Direction.WRITE].bytes_per_s,
+            read_bytes_per_s=ledger.traffic.meters[Direction.READ].bytes_per_s,
+            io_path=self._io_path(),
+        )
 
     def release_idle(self) -> None:
         """Return the memory to the system that is kept for reloads and unused."""
@@ -445,40 +461,73 @@ class Engine:
                 lane.will_read_ahead for lane in tuple(self._lanes.values())
             )
 
-        with ledger.lock:
+        with ledger.lock, ledger.change:
             ledger.drain()
             patience = self._stalls.patience()
             ledger.idle_waiters += 1
-            try:
-                while is_busy():
-                    ledger.check_usable("the transfers in flight")
-                    for lane in tuple(self._lanes.values()):
+        try:
+            while True:
+                with ledger.lock, ledger.change:
+                    for lane in self._lanes.values():
                         lane.make_progress()
-                        if is_busy():
-                            self._stalls.check(patience, "the transfers in flight")
-                            lane.wait_for_progress(IDLE_POLL_S)
-            finally:
+                    if not is_busy():
+                        break
+                    seen = ledger.progress.count
+                self._wait_for_any_lane(patience, seen)
+        finally:
+            with ledger.lock:
                 ledger.idle_waiters -= 1
         ledger.tidy()
 
+    def _wait_for_any_lane(self, patience: Patience, seen: int) -> None:
+        """Block until something has changed. Raises StalledDiskError, and InternalError if nothing can change."""
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.check_usable("the transfers in flight")
+            self._stalls.check(patience, "the transfers in flight")
+        lanes = tuple(self._lanes.values())
+        if any([lane.wait_for_progress(seen, IDLE_POLL_S) for lane in lanes]):
+            return
+        with ledger.lock:
+            if seen == ledger.progress.count:
+                raise InternalError(f"bytes are in flight that no lane moves: {self._describe_transfers()}")
+
     def close(self, *, timeout_s: float = math.inf) -> None:
-        """Let transfers in flight finish, then free memory and disk space.
+        """Let transfers in flight finish, then free memory and disk space. May be called again, until it has succeeded.
 
         Tensors that still have an owner cannot be reloaded afterwards. If no transfer finishes for ``timeout_s``, or
         for ``io_timeout_s`` if that is shorter, the remaining transfers keep their memory and their file, and an error
         is logged.
         """
+        shielded(functools.partial(self._close, timeout_s))
+
+    def _close(self, timeout_s: float) -> None:
+        """Close, or go on with closing. Everything that can be closed is closed, whatever raises."""
         ledger = self._ledger
+        if self._is_gone:
+            return
         with ledger.lock:
-            if ledger.closed:
-                return
+            ledger.change.check()
             ledger.closed = True
             ledger.progress.notify_all()
-            if ledger.failure is not None:
-                timeout_s = min(timeout_s, AFTER_FAILURE_S)
+        if not self._closing.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            return  # another thread has closed this engine for as long as this one may wait
+        try:
+            self._close_parts(math.inf if ledger.change.failure is None else AFTER_FAILURE_S, timeout_s)
+        finally:
+            self._closing.release()
+
+    def _close_parts(self, failure_s: float, timeout_s: float) -> None:
+        ledger = self._ledger
         with self._lanes_lock:
             lanes = tuple(self._lanes.values())
-        unfinished = [lane for lane in lanes if not lane.close(self._stalls.patience(timeout_s))]
+        errors: list[BaseException] = []
+        are_closed = True
+        for lane in lanes:
+            try:
+                are_closed &= lane.close(self._stalls.patience(min(timeout_s, failure_s)))
+            except BaseException as error:
+                errors.append(error)
         with ledger.lock:
             left_over = self._describe_transfers()
             ledger.trash.extend(ledger.entries.values())
@@ -486,18 +535,41 @@ class Engine:
             ledger.residents.clear()
             ledger.dead_handles.clear()
         ledger.tidy()
-        if not unfinished:
+        if all(lane.has_stopped for lane in lanes):
             self._file.close()
-            return
-        _abandoned.append(self)
-        log.error(
-            "closed an engine although its transfers do not finish. Its memory and its file stay allocated until the "
-            "process ends. %s",
-            left_over,
-        )
+        elif self not in _abandoned:
+            _abandoned.append(self)
+            log.error(
+                "closed an engine although its transfers do not finish. Its memory and its file stay allocated until "
+                "the process ends. %s",
+                left_over,
+            )
+        if errors:
+            raise errors.pop(0)
+        if are_closed:
+            self._is_gone = True
+            if self in _abandoned:
+                _abandoned.remove(self)
+
+    @property
+    def is_gone(self) -> bool:
+        """It was closed, and holds nothing any more."""
+        return self._is_gone
+
+    @property
+    def has_failed(self) -> bool:
+        """An op was interrupted in the midst of a change, or met a bug: no op can succeed any more."""
+        return self._ledger.has_failed
+
+    @property
+    def failure(self) -> str:
+        """Why it :attr:`has_failed`."""
+        failure = self._ledger.change.failure
+        return "" if failure is None else failure.text
 
     def forget_after_fork(self) -> None:
         """In a forked child: leave everything to the parent, in whatever state it was at the fork."""
+        self._is_gone = True
         self._ledger.forget_after_fork()
 
     def _io_path(self) -> str:
@@ -515,7 +587,7 @@ class Engine:
     def _find_external(self, content: Content, name: str) -> Owner | None:
         """The owner of the tensor with this content, if another graph has offloaded it."""
         ledger = self._ledger
-        with ledger.lock:
+        with ledger.lock, ledger.change:
             ledger.begin_op(name)
             handle = self._external.find(content)
             entry = None if handle is None else ledger.entries.get(handle)
@@ -537,7 +609,7 @@ class Engine:
             log.debug("%s is not read ahead: %s", entry.name, error)
             return
         fill = Fill(entry, y, None, lane.mover.mark(y.device))
-        with ledger.lock:
+        with ledger.lock, ledger.change:
             if not entry.dead and not entry.stays and not entry.reloaded and entry.ahead is None and not ledger.closed:
                 entry.ahead = Ahead(y, fill, lane.mover.stream(y.device))
                 lane.enlist_reads(fill)
@@ -546,7 +618,7 @@ class Engine:
     def _take_ahead(self, entry: Entry, stride: tuple[int, ...], device: torch.device, lane: Lane) -> Tensor | None:
         """The tensor of a reload that was begun ahead, if it is what backward requests."""
         ledger = self._ledger
-        with ledger.lock:
+        with ledger.lock, ledger.change:
             ahead = entry.ahead
             if ahead is None:
                 return None
@@ -570,12 +642,13 @@ class Engine:
 
     def _lane(self, device_type: str) -> Lane:
         lane = self._lanes.get(device_type)
-        if lane is not None:
-            return lane
+        return shielded(functools.partial(self._open_lane, device_type)) if lane is None else lane
+
+    def _open_lane(self, device_type: str) -> Lane:
         with self._lanes_lock:
             lane = self._lanes.get(device_type)
             if lane is None:
-                lane = self._lanes[device_type] = self._make_lane(device_type)
+                self._lanes = {**self._lanes, device_type: (lane := self._make_lane(device_type))}
             return lane
 
     def _lane_of(self, entry: Entry) -> Lane:
@@ -631,7 +704,7 @@ class Engine:
         is_copy = source.data_ptr() != x.data_ptr()
         holds_more = source.untyped_storage().nbytes() >= 2 * entry.byte_count
         resident = source if is_copy or (exclusive and not holds_more) else copy_with_layout(source)
-        with ledger.lock:
+        with ledger.lock, ledger.change:
             ledger.settle_in(entry, resident)
             if entry.unsafe == 0:
                 ledger.drop_source(entry)
@@ -640,7 +713,7 @@ class Engine:
     def _reload_from_memory(self, entry: Entry, stride: Sequence[int]) -> Tensor:
         """The tensor that stayed in memory, or a copy of it if another layout is requested."""
         ledger = self._ledger
-        with ledger.lock:
+        with ledger.lock, ledger.change:
             ledger.begin_op(entry.name)
             ledger.counters.reloads += 1
             resident = entry.resident
@@ -653,7 +726,7 @@ class Engine:
                 assert source is not None
                 resident = source.tensor
             copy_elements(resident, y)
-        with ledger.lock:
+        with ledger.lock, ledger.change:
             entry.waited_addresses.add(y.data_ptr())
         ledger.tidy()
         return y

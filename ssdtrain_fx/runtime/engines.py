@@ -6,15 +6,24 @@ configuration, as a string argument, and in backward the token.
 Guarantees:
 
 * Equal configurations share one engine. Handles are never reused in a process.
+* An engine that has failed (see :mod:`ssdtrain_fx.runtime.book.changes`) serves no new tensor: the next offload opens
+  another one, and the failed one is closed in the background. Its tokens raise ActivationLostError.
+* No interrupt leaves an engine that is open and not listed here. An engine is listed until it was closed completely,
+  so :meth:`Engines.close` may be called again after an interrupt or an error.
+* A signal handler may call :meth:`Engines.statistics`, :meth:`Engines.release_idle` and :meth:`Engines.close` at any
+  moment. The last one does not wait if it has interrupted an op, because the op may hold what closing needs: the engine
+  is closed in the background, and the op raises.
 * A forked child uses none of its parent's engines: it does not close them, does not hold their files, and opens its own
   engines on first use. A token or a ticket of the parent raises ActivationLostError there.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -24,10 +33,14 @@ from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.handles.tokens import Owner, handle_of
+from ssdtrain_fx.runtime.shield import in_background, shielded
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.trace import Trace
 
 log = logging.getLogger(__name__)
+
+_OP_MODULES = tuple(f"ssdtrain_fx.runtime.{name}" for name in ("ops", "engine", "handles", "lanes", "policy", "shield"))
+"""One of these has a frame on the stack whenever an op is executing."""
 
 
 def _open_engine(config: EngineConfig, handles: Iterator[int]) -> Engine:
@@ -39,23 +52,37 @@ class Engines:
 
     def __init__(self, open_engine: Callable[[EngineConfig, Iterator[int]], Engine] = _open_engine) -> None:
         self._open_engine = open_engine
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._by_argument: dict[str, Engine] = {}
         self._by_config: dict[EngineConfig, Engine] = {}
+        self._retired: list[Engine] = []
+        """Engines that serve no op any more and were not closed completely."""
         self._handles = itertools.count(1)
         self._forked_at = 0
         self._closed_at = 0
+        self._failed_at = 0
+        self._failure = ""
         self._inherited: list[Engine] = []
         self._trace: Trace | None = None
 
     def open(self, argument: str) -> Engine:
         """The engine for ``EngineConfig.from_argument(argument)``."""
         engine = self._by_argument.get(argument)
-        if engine is not None:
+        if engine is not None and not engine.has_failed:
             return engine
+        return shielded(functools.partial(self._open, argument))
+
+    def _open(self, argument: str) -> Engine:
         config = EngineConfig.from_argument(argument)
         with self._lock:
             engine = self._by_config.get(config)
+            if engine is not None and engine.has_failed:
+                self._retired.append(engine)
+                del self._by_config[config]
+                self._by_argument = {}
+                self._failed_at, self._failure = next(self._handles), engine.failure
+                in_background(functools.partial(self._close_retired, math.inf))
+                engine = None
             if engine is None:
                 engine = self._by_config[config] = self._open_engine(config, self._handles)
                 engine.trace = self._trace
@@ -74,6 +101,11 @@ class Engines:
                 f"the token with handle {handle} was made before this process was forked. Its saved tensor is in the "
                 "parent process: run backward in the process that ran forward."
             )
+        if 0 < handle < self._failed_at:
+            raise ActivationLostError(
+                f"the token with handle {handle} belongs to an engine that was given up after {self._failure}. Run the "
+                "step again from its forward."
+            )
         if 0 < handle < self._closed_at:
             raise ActivationLostError(
                 f"the token with handle {handle} belongs to an engine that was closed. "
@@ -90,9 +122,7 @@ class Engines:
 
     def statistics(self) -> Statistics:
         """All engines taken together."""
-        with self._lock:
-            engines = tuple(self._by_config.values())
-        return sum((engine.statistics() for engine in engines), start=Statistics())
+        return sum((engine.statistics() for engine in tuple(self._by_config.values())), start=Statistics())
 
     def release_idle(self) -> None:
         """Return the memory to the system that engines keep for reloads and that is unused."""
@@ -118,32 +148,57 @@ class Engines:
     def close(self, *, timeout_s: float = math.inf) -> None:
         """Close every engine as :meth:`Engine.close` does. The next offload opens a new one.
 
-        If closing one raises, the others are closed, and the first error is raised.
+        If closing one raises, the others are closed, and the first error is raised. Whatever was not closed is closed
+        by the next call. In a signal handler that has interrupted an op, it returns at once.
         """
+        close = functools.partial(self._close, timeout_s)
+        if _has_interrupted_an_op():
+            in_background(close)
+        else:
+            shielded(close)
+
+    def _close(self, timeout_s: float) -> None:
         with self._lock:
-            engines = tuple(self._by_config.values())
+            self._retired += self._by_config.values()
             self._by_argument = {}
             self._by_config = {}
             self._closed_at = next(self._handles)
+        self._close_retired(timeout_s)
+
+    def _close_retired(self, timeout_s: float) -> None:
         first_error: BaseException | None = None
-        for engine in engines:
+        for engine in tuple(self._retired):
             try:
                 engine.close(timeout_s=timeout_s)
-            except BaseException as error:  # even an interrupt: nobody else will close the others
+            except BaseException as error:  # nobody else will close the others
                 if first_error is None:
                     first_error = error
                 else:
                     log.error("another engine could not be closed either", exc_info=error)
+        with self._lock:
+            self._retired = [engine for engine in self._retired if not engine.is_gone]
         if first_error is not None:
             raise first_error
 
     def forget_after_fork(self) -> None:
         """In a forked child: leave the parent's engines alone, in whatever state they were at the fork."""
-        self._lock = threading.Lock()
-        for engine in self._by_config.values():
+        self._lock = threading.RLock()
+        for engine in (*self._by_config.values(), *self._retired):
             engine.forget_after_fork()  # a reloading that has not been waited for leads to it
             self._inherited.append(engine)  # never destroyed, so none of their code runs here
         self._by_argument = {}
         self._by_config = {}
+        self._retired = []
         self._trace = None
         self._forked_at = next(self._handles)
+
+
+def _has_interrupted_an_op() -> bool:
+    """Whether the caller of :meth:`Engines.close` runs on top of an op of its own thread: as a signal handler or as a
+    finaliser. The op may hold any lock of an engine, so closing must not be waited for."""
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_OP_MODULES) and frame.f_code.co_name != "close":
+            return True
+        frame = frame.f_back
+    return False

@@ -293,7 +293,7 @@ class FaultyAio:
             ready = self._ready()
             for request in ready:
                 self._submitted.remove(request)
-        self._answers = [(request.cookie, self._result(request)) for request in ready]
+        self._answers += [(request.cookie, self._result(request)) for request in ready]
 
     def _ready(self) -> list[_Request]:
         return [request for request in self._submitted if Hang() not in request.effects or self._disk.may_answer]
@@ -305,7 +305,8 @@ class FaultyAio:
             return -(error.errno or errno.EIO)
 
     def answers(self) -> list[tuple[int, int]]:
-        return self._answers
+        answers, self._answers = self._answers, []
+        return answers
 
     def close(self) -> None:
         """Like io_destroy, this would wait for the disk."""

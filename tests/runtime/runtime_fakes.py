@@ -172,10 +172,12 @@ class FakeAio:
                 self.blocked.set()
                 self._over.wait_for(lambda: bool(self._ended), timeout_s)
                 self.blocked.clear()
-            self._answers, self._ended = self._ended, []
+            self._answers += self._ended
+            self._ended = []
 
     def answers(self) -> list[tuple[int, int]]:
-        return self._answers
+        answers, self._answers = self._answers, []
+        return answers
 
     def close(self) -> None:
         with self._over:

@@ -130,7 +130,7 @@ def test_release_waits_for_the_last_copy_and_counts_it(file: MemoryFile, directo
 
         thread = threading.Thread(target=release)
         thread.start()
-        while not (engine._ledger.progress._waiters or file.aio.blocked.is_set()):
+        while not (engine._ledger.progress._waiting or file.aio.blocked.is_set()):
             assert not released.is_set()
         file.writes_may_go_on.set()
         thread.join(60)
@@ -160,7 +160,7 @@ def test_transfers_that_a_thread_waits_for_come_first(
         a, b, c = (engine.reload(token, (512,), (1,), torch.int64, torch.device("cpu")) for token in tokens)
         waiter = threading.Thread(target=engine.wait, args=(c, tokens[2]))
         waiter.start()
-        while not (engine._ledger.progress._waiters or file.aio.blocked.is_set()):
+        while not (engine._ledger.progress._waiting or file.aio.blocked.is_set()):
             assert waiter.is_alive()
         file.writes_may_go_on.set()
         waiter.join(60)
@@ -271,13 +271,22 @@ def test_an_engine_survives_threads_that_wait_when_it_is_closed(file: MemoryFile
         assert file.closed
 
 
-def test_an_io_thread_that_fails_unexpectedly_stops_those_who_wait(directory: str) -> None:
+@pytest.mark.parametrize(
+    ("raised", "expected", "message"),
+    [
+        (KeyError("x"), InternalError, r"'gelu_3': the I/O of the engine .* stopped: KeyError\('x'\)"),
+        (MemoryError("no memory"), ActivationLostError, r"'gelu_3' cannot be read back: MemoryError.* interrupted an op"),
+    ],
+)
+def test_an_io_thread_that_fails_unexpectedly_stops_those_who_wait(
+    directory: str, raised: Exception, expected: type[Exception], message: str
+) -> None:
     file = MemoryFile()
-    file.read_error = lambda index: MemoryError("no memory")  # type: ignore[assignment,return-value]
+    file.read_error = lambda index: raised  # type: ignore[assignment,return-value]
     with engine_on(file, directory) as engine:
         token = offload(engine, torch.arange(512), "gelu_3")
         engine.wait_until_idle()
-        with pytest.raises(InternalError, match=r"'gelu_3': the I/O of the engine .* stopped: MemoryError"):
+        with pytest.raises(expected, match=message):
             fetch(engine, token, torch.arange(512))
 
 

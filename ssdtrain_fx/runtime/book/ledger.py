@@ -4,6 +4,7 @@ Guarantees:
 
 * A chunk's bytes are in at least one place at any time until its entry is dead.
 * A slot is freed once its entry is dead and nothing of it is in flight, never before.
+* A change is complete, or the engine has failed: see :mod:`ssdtrain_fx.runtime.book.changes`.
 * No tensor is destroyed with the lock held: tensors to destroy go to ``trash``, which is emptied without the lock.
   Otherwise a thread could deadlock: 1. it drops the last reference to a tensor under the lock, 2. a finaliser of the
   user runs and calls an op, 3. the op waits for the lock that the thread holds.
@@ -24,8 +25,11 @@ from torch import Tensor
 from ssdtrain_fx._torch_private import storage_key
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.book.admission import Admission
+from ssdtrain_fx.runtime.book.changes import Change, Progress
 from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Traffic
+from ssdtrain_fx.runtime.handles.tokens import OwnerRef
+from ssdtrain_fx.runtime.shield import shielded
 from ssdtrain_fx.runtime.storage.slots import SlotAllocator
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
 
@@ -81,9 +85,12 @@ class Ledger:
     """State that the ops and the I/O threads of one engine share. Methods need ``lock`` unless they say otherwise."""
 
     def __init__(self, file: ChunkFile, admission: Admission, traffic: Traffic) -> None:
-        self.lock = threading.Lock()
-        self.progress = threading.Condition(self.lock)
+        self.lock = threading.RLock()
+        """It is never taken twice by one thread on purpose. But it knows its owner, which a signal handler asks for."""
+        self.progress = Progress()
         """Notified when a release, a wait or a wait_until_idle may continue."""
+        self.change = Change(self.lock, self.progress)
+        """``with ledger.lock, ledger.change:`` whoever changes what the methods here do not change by themselves."""
         self.file = file
         self.admission = admission
         self.traffic = traffic
@@ -93,20 +100,20 @@ class Ledger:
         self.slots = SlotAllocator()
         self.counters = Counters()
         self.dead_handles: collections.deque[int] = collections.deque()
-        """Filled by finalisers, without the lock."""
+        """Filled by :meth:`note_death`, without the lock."""
+        self.dead_owners: collections.deque[OwnerRef] = collections.deque()
+        """The same, filled when an interrupt has kept ``note_death`` from it, too."""
         self.trash: collections.deque[object] = collections.deque()
         """Emptied without the lock."""
         self.when_unneeded: list[Callable[[Entry], None]] = []
         """Called with the lock held for an entry whose bytes in staging and in the file will not be read again."""
         self.ended_transfers = 0
         self.idle_waiters = 0
-        """Threads that wait until nothing is in flight. At 0, ``progress`` is not notified: the code of ``threading``
-        is cold in the caches, so the call would be expensive."""
+        """Threads that wait until nothing is in flight. At 0, ``progress`` is not notified."""
         self.trace: Observer | None = None
         """What records events; None while nothing is recorded."""
         self.closed = False
         self._left_to_parent: dict[int, Entry] | None = None
-        self.failure: BaseException | None = None
         self.trim_wanted = False
         self._may_trim = True
         self._peak_end_bytes = 0
@@ -115,9 +122,9 @@ class Ledger:
 
     def begin_op(self, name: str) -> None:
         """Raise if an op on the tensor ``name`` cannot succeed any more. Also drains dead handles."""
-        if self.closed or self.failure is not None:
+        if self.closed or self.change.failure is not None:
             self.check_usable(name)
-        if self.dead_handles:
+        if self.dead_handles or self.dead_owners:
             self.drain()
 
     def check_usable(self, name: str) -> None:
@@ -127,12 +134,23 @@ class Ledger:
                 f"{name!r}: the engine on {self.file.path} was opened before this process was forked. Its saved "
                 "tensors are in the parent process: run backward in the process that ran forward."
             )
-        if isinstance(self.failure, ConfigError):
-            raise ConfigError(str(self.failure)) from self.failure
-        if self.failure is not None:
-            raise InternalError(
-                f"{name!r}: the I/O of the engine on {self.file.path} stopped: {self.failure!r}"
-            ) from self.failure
+        failure, undelivered = self.change.failure, self.change.undelivered
+        if undelivered is not None:
+            self.change.undelivered = None
+            try:
+                raise undelivered
+            finally:
+                del undelivered  # its traceback will hold this frame
+        if failure is not None and issubclass(failure.error_type, ConfigError):
+            raise ConfigError(failure.text)
+        if failure is not None and failure.is_interrupt:
+            raise ActivationLostError(
+                f"{name!r} cannot be read back: {failure.text} interrupted an op, so the engine on {self.file.path} "
+                "was given up, and what it had saved is lost. Run the step again from its forward: it opens another "
+                "engine."
+            )
+        if failure is not None:
+            raise InternalError(f"{name!r}: the I/O of the engine on {self.file.path} stopped: {failure.text}")
         if self.closed:
             raise ActivationLostError(
                 f"{name!r} cannot be read back: the engine on {self.file.path} was closed. "
@@ -142,17 +160,25 @@ class Ledger:
     def forget_after_fork(self) -> None:
         """In a forked child: let every op raise. Nothing is destroyed, and no transfer is asked for: the kernel and the
         threads answer to the parent. Another thread may have held the lock at the fork."""
-        self.lock = threading.Lock()
-        self.progress = threading.Condition(self.lock)
+        self.lock = threading.RLock()
+        self.progress = Progress()
+        self.change = Change(self.lock, self.progress)
         self.closed = True
         self._left_to_parent, self.entries = self.entries, {}
 
     def stop_because_of(self, failure: BaseException) -> None:
         """Stop after an error that is not an I/O error, so that no thread waits forever. Takes the lock."""
-        log.error("the I/O of the engine on %s stopped", self.file.path, exc_info=failure)
         with self.lock:
-            self.failure = failure
-            self.progress.notify_all()
+            self.change.fail(failure)
+
+    @property
+    def has_failed(self) -> bool:
+        """A change was torn apart: the engine is of no use any more. Takes the lock if another thread has it."""
+        change = self.change
+        if change.unfinished:
+            with self.lock:
+                change.check()
+        return change.failure is not None
 
     def enter(self, handle: int, entry: Entry, chunk_bytes: int) -> None:
         """Give ``entry`` its chunks and its slot."""
@@ -205,8 +231,32 @@ class Ledger:
         entry.stored_stride = resident.stride()
         self.residents[storage_key(entry.resident)] = entry
 
+    def note_death(self, handle: int) -> None:
+        """Remove an entry whose last token has died: now if the lock is free, otherwise with the next op.
+
+        Finalisers call it without the lock, at any moment, on any thread, also on one that is in the midst of a change.
+        So it waits for nothing, and destroys tensors only if this thread has no change under way.
+        """
+        lock = self.lock
+        try:  # not `with`, which would wait
+            self.dead_handles.append(handle)
+            if lock._is_owned():
+                return
+            if lock.acquire(blocking=False):
+                if not self.closed and self.change.failure is None:
+                    with self.change:
+                        self.drain()
+                lock.release()
+        except BaseException as interrupt:
+            self.change.undelivered = interrupt.with_traceback(None)
+            if lock._is_owned():
+                lock.release()
+        self.trash.clear()
+
     def drain(self) -> None:
         """Remove the entries whose last token has died."""
+        while self.dead_owners:
+            self.dead_handles.append(self.dead_owners.popleft().handle)
         while self.dead_handles:
             handle = self.dead_handles.popleft()
             entry = self.entries.get(handle)
@@ -214,9 +264,12 @@ class Ledger:
                 continue
             for chunk in entry.chunks:
                 if chunk.state is ChunkState.SOURCE:
+                    entry.uncopied -= 1
                     self.source_is_safe(chunk)
                     self.cancel(chunk)
                     self.drop_waiting(chunk)
+            if not entry.uncopied:  # a late release of another tensor may wait for this one
+                self.progress.notify_all()
             entry.dead = True
             if entry.ahead is not None:
                 self.drop_ahead(entry)
@@ -285,6 +338,7 @@ class Ledger:
     def settle(self, entry: Entry, byte_count: int) -> None:
         """Count one transfer of ``entry`` less."""
         self.ended_transfers += 1
+        self.progress.count += 1
         self.counters.in_flight_bytes -= byte_count
         entry.busy -= 1
         if entry.busy == 0 and entry.dead:
@@ -340,7 +394,7 @@ class Ledger:
         """Do what must not happen with the lock held: empty ``trash``, shrink the file, warn. Takes the lock."""
         self.trash.clear()
         if self.trim_wanted:
-            self._trim()
+            shielded(self._trim)
         if self._unreported is not None:
             self._warn_of_write_error()
 
@@ -355,7 +409,7 @@ class Ledger:
 
         The tail is allocated as a slot until then, so that no tensor gets it.
         """
-        with self.lock:
+        with self.lock, self.change:
             wanted, self.trim_wanted = self.trim_wanted, False
             tail = self.slots.allocate_from_end(self.file.size_bytes) if wanted else None
         if tail is None:
@@ -366,11 +420,11 @@ class Ledger:
             self._may_trim = False
             log.warning("cannot shrink %s: %s. It keeps its size until the engine is closed.", self.file.path, error)
         finally:
-            with self.lock:
+            with self.lock, self.change:
                 self.slots.free(tail)
 
     def _warn_of_write_error(self) -> None:
-        with self.lock:
+        with self.lock, self.change:
             error, self._unreported = self._unreported, None
         if error is None:
             return

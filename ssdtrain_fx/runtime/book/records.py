@@ -21,7 +21,7 @@ import weakref
 from torch import Tensor
 
 from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES
-from ssdtrain_fx.runtime.handles.tokens import Owner
+from ssdtrain_fx.runtime.handles.tokens import OwnerRef
 from ssdtrain_fx.runtime.memory.movers import Mark, Region
 from ssdtrain_fx.runtime.memory.staging import StagingBuffer
 from ssdtrain_fx.runtime.storage.slots import Slot
@@ -104,7 +104,7 @@ class Entry:
     """A reload that was begun before backward requested it."""
     reloaded = False
     """Backward has requested it."""
-    owner: weakref.ref[Owner]
+    owner: OwnerRef
 
     def __init__(self, x: Tensor, name: str, source: Tensor, byte_count: int, ready: Mark) -> None:
         self.name = name

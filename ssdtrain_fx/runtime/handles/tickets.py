@@ -50,7 +50,11 @@ class _TicketBytes(bytearray):
     open: dict[int, Reloading]
 
     def __del__(self) -> None:
-        self.open.pop(self.number, None)
+        try:
+            opened, number = self.open, self.number
+        except AttributeError:  # an interrupt came before they were stored
+            return
+        opened.pop(number, None)
 
 
 class Tickets:

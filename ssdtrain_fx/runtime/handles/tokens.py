@@ -8,15 +8,15 @@ Guarantees:
 
 * Every token has its own 8 bytes, because a compiler may reuse the memory of a dead token for another tensor.
 * All tokens of one offload share one owner. It dies when the last storage of a token dies and nothing else holds it.
-* An owner's finaliser only appends to a deque. It may run during garbage collection, on any thread, even on one that
-  holds the engine's lock: it takes no lock, allocates no tensor and calls nothing in the engine.
+* An owner's finaliser may run during garbage collection, at any moment, on any thread, even on one that holds the
+  engine's lock: what it calls waits for nothing (:meth:`ssdtrain_fx.runtime.book.ledger.Ledger.note_death`).
 """
 
 from __future__ import annotations
 
-import collections
 import ctypes
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -45,18 +45,30 @@ class Engine(Protocol):
 
 
 class Owner:
-    """Keeps an offloaded tensor reloadable from ``engine``. When the owner dies, it appends its handle, which is no
-    longer reachable, to ``dead_handles``."""
+    """Keeps an offloaded tensor reloadable from ``engine``. When the owner dies, it passes its handle, which is no
+    longer reachable, to ``note_death``."""
 
-    __slots__ = ("__weakref__", "_dead_handles", "engine", "handle")
+    __slots__ = ("__weakref__", "_note_death", "engine", "handle")
 
-    def __init__(self, engine: Engine, handle: int, dead_handles: collections.deque[int]) -> None:
+    def __init__(self, engine: Engine, handle: int, note_death: Callable[[int], object]) -> None:
         self.engine = engine
         self.handle = handle
-        self._dead_handles = dead_handles
+        self._note_death = note_death
 
     def __del__(self) -> None:
-        self._dead_handles.append(self.handle)
+        try:
+            note_death = self._note_death
+        except AttributeError:  # an interrupt came before it was stored
+            return
+        note_death(self.handle)
+
+
+class OwnerRef(weakref.ref[Owner]):
+    """A reference to an owner that tells its end: ``OwnerRef(owner, deque.append)`` appends itself, without any Python
+    code that an interrupt could keep from it."""
+
+    __slots__ = ("handle",)
+    handle: int
 
 
 class _TokenBytes(bytearray):

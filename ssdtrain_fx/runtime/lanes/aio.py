@@ -181,6 +181,8 @@ class KernelAio:
         ring = self._ring
         if ring is not None and (timeout_s == 0 or ring.head != ring.tail):
             return  # `answers` reads them from the ring
+        if self._events[0].cookie:
+            return  # an exception kept the caller from asking for them
         self._timeout.seconds = int(timeout_s)
         self._timeout.nanoseconds = int(timeout_s % 1 * 1e9)
         count = self._getevents(

@@ -29,7 +29,8 @@ Guarantees:
   returns to the pool.
 * A read target owns all pages that it touches. The parent process does not write to these pages before the read has
   completed, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.memory.staging`).
-* An unexpected exception within the bookkeeping stops the engine with an error; no thread waits forever.
+* An exception within the bookkeeping, even KeyboardInterrupt, stops the engine; no thread waits forever. Memory is held
+  for as long as the kernel may use it all the same.
 
 A transfer that completes between two ops is noticed by the next op that waits or needs room. It is not needed earlier,
 and where :mod:`ssdtrain_fx.runtime.lanes.aio` cannot read answers from memory, asking for them costs a system call.
@@ -43,6 +44,7 @@ import errno
 import itertools
 import math
 import os
+import threading
 import time
 from collections.abc import Sequence
 
@@ -60,6 +62,7 @@ from ssdtrain_fx.runtime.memory.raw_memory import bytes_at
 from ssdtrain_fx.runtime.memory.staging import StagingBuffer, StagingPool
 from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
 from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Patience
+from ssdtrain_fx.runtime.shield import finishes_within
 from ssdtrain_fx.runtime.storage.spill_file import bytes_done
 
 DIRECT_CHUNK_BYTES = 16 << 20
@@ -67,6 +70,9 @@ DIRECT_CHUNK_BYTES = 16 << 20
 chunks of 4 MiB, and 20 ms less with chunks larger than the tensors (2 cores, 2026-11-21)."""
 BUSY_BYTES = 4 << 20
 """One request of this size keeps the disk busy. A guess."""
+
+KERNEL_S = 10.0
+"""How long ``close`` waits for the kernel after a failure."""
 
 FROM_SOURCE_BYTES = 256 << 10
 """Tensors of at least this size are written directly, without staging. Pinning their pages takes less time than a copy;
@@ -96,7 +102,7 @@ class _Transfer:
 
 
 class AioLane(Lane):
-    """All methods except :meth:`close` and :meth:`allocate` need the ledger's lock."""
+    """All methods except :meth:`close`, :meth:`allocate` and :meth:`wait_for_progress` need the ledger's lock."""
 
     def __init__(
         self,
@@ -120,9 +126,12 @@ class AioLane(Lane):
         self._copies: collections.deque[Chunk] = collections.deque()
         self._writes: collections.deque[_Transfer] = collections.deque()
         self._in_flight: dict[int, _Transfer] = {}
+        self._answers: collections.deque[tuple[int, int]] = collections.deque()
+        """Answers of the kernel whose transfers have not been ended."""
         self._cookies = itertools.count(1)
         self._tensor_memory = tensor_memory
-        self._reaping = False
+        self._reaper = threading.Lock()
+        """Held by the thread that blocks for answers. Whoever takes it does not hold the ledger's lock."""
         self._closing = False
 
     def __del__(self) -> None:
@@ -143,55 +152,54 @@ class AioLane(Lane):
         return entry.byte_count >= self._from_source_bytes
 
     def enlist_copies(self, entry: Entry) -> None:
-        try:
-            if self._has_backlog or not (entry.from_source or self.pool.available):
-                self._reap()
-            if entry.from_source:
-                assert entry.source is not None
-                self._set_edges_aside(entry, entry.source)
-            if entry.from_source and not (self._reads or self._writes or self._copies):
-                for chunk in entry.chunks:
-                    self._start_or_queue(self._write_from_source(chunk), self._writes)
-            else:
-                self._copies.extend(entry.chunks)
-                self._begin()
-        except BaseException as failure:
-            self._stop(failure)
-            raise
+        if self._has_backlog or not (entry.from_source or self.pool.available):
+            self._reap()
+        if entry.from_source:
+            assert entry.source is not None
+            self._set_edges_aside(entry, entry.source)
+        if entry.from_source and not (self._reads or self._writes or self._copies):
+            for chunk in entry.chunks:
+                self._start_or_queue(self._write_from_source(chunk), self._writes)
+        else:
+            self._copies.extend(entry.chunks)
+            self._begin()
 
     def enlist_reads(self, fill: Fill) -> None:
         self._begin_fill(fill)
-        try:
-            if self._has_backlog or fill.entry.busy > len(fill.entry.chunks):  # its write may have completed
-                self._reap()
-            for chunk in fill.entry.chunks:
-                self._read(fill, chunk)
-            if self._writes or self._copies:
-                self._begin()
-        except BaseException as failure:
-            self._stop(failure)
-            raise
+        if self._has_backlog or fill.entry.busy > len(fill.entry.chunks):  # its write may have completed
+            self._reap()
+        for chunk in fill.entry.chunks:
+            self._read(fill, chunk)
+        if self._writes or self._copies:
+            self._begin()
 
     def hurry(self, fill: Fill) -> None:
         self._reads = collections.deque(sorted(self._reads, key=lambda read: read.fill is not fill))
 
     def make_progress(self) -> None:
-        if self._closing:
-            return
-        try:
+        if self._may_begin:
             self._reap()
             self._begin()
-        except BaseException as failure:
-            self._stop(failure)
-            raise
 
-    def wait_for_progress(self, timeout_s: float = BLOCK_S) -> bool:
-        if self._reaping:
-            self._ledger.progress.wait(timeout_s)
-        elif self._in_flight:
-            self._block(timeout_s)
-        else:
-            return False
+    def wait_for_progress(self, seen: int, timeout_s: float = BLOCK_S) -> bool:
+        ledger = self._ledger
+        with ledger.lock:
+            is_alone = not self._reaper.locked()
+            if is_alone and not self._in_flight:
+                return False
+        if not is_alone:
+            return super().wait_for_progress(seen, timeout_s)
+        with self._reaper:
+            with ledger.lock:
+                if seen != ledger.progress.count or not self._in_flight:  # another thread was here first
+                    return True
+            self._aio.reap(timeout_s)
+            end_s = ledger.traffic.clock()
+            with ledger.lock, ledger.change:
+                ledger.progress.notify_all()
+                self._take_answers(end_s)
+                if self._may_begin:
+                    self._begin()
         return True
 
     def allocate(self, entry: Entry, stride: Sequence[int], device: torch.device) -> Tensor:
@@ -201,24 +209,48 @@ class AioLane(Lane):
         return self._tensor_memory.allocate(entry.size, stride, entry.dtype, entry.byte_count, entry.lead_bytes)
 
     def close(self, patience: Patience) -> bool:
+        if not self.has_stopped:
+            self._closing = True
+            if not self._wait_for_kernel(patience):
+                self._abandoned = True
+                return False
+            self.has_stopped, self._abandoned = True, False
         ledger = self._ledger
         with ledger.lock:
-            self._closing = True
-            while self._reaping or self._in_flight:
-                left_s = patience.left_s()
-                if not left_s:
-                    self._abandoned = True
-                    return False
-                self.wait_for_progress(min(BLOCK_S, left_s))
-        self._aio.close()
-        with ledger.lock:
             ledger.trash.extend(self._reads)
-            for queue in (self._reads, self._copies, self._writes):
+            ledger.trash.extend(self._in_flight.values())
+            for queue in (self._reads, self._copies, self._writes, self._in_flight):
                 queue.clear()
         ledger.tidy()
         self.pool.close()
         self.release_idle()
         return True
+
+    def _wait_for_kernel(self, patience: Patience) -> bool:
+        """Wait until no request is in the kernel, and close the context. False: patience ran out.
+
+        After a failure, a request may be recorded that the kernel never got, or whose answer was lost. Then only the
+        kernel knows when it has finished, and it is asked in a way that may block.
+        """
+        ledger = self._ledger
+        while True:
+            with ledger.lock:
+                if not self._in_flight:
+                    break
+                left_s, seen = patience.left_s(), ledger.progress.count
+            if not left_s:
+                return ledger.change.failure is not None and finishes_within(self._close_aio, KERNEL_S)
+            self.wait_for_progress(seen, min(BLOCK_S, left_s))
+        self._close_aio()
+        return True
+
+    def _close_aio(self) -> None:
+        with self._reaper:
+            self._aio.close()
+
+    @property
+    def _may_begin(self) -> bool:
+        return not self._closing and self._ledger.change.failure is None
 
     @property
     def _has_backlog(self) -> bool:
@@ -358,45 +390,32 @@ class AioLane(Lane):
 
     def _reap(self) -> None:
         """Collect answers without blocking. If another thread is blocked for answers, that thread collects them."""
-        if self._in_flight and not self._reaping:
-            try:
-                self._aio.reap(0.0)
-            finally:
-                self._take_answers(None)
-
-    def _block(self, timeout_s: float) -> None:
-        lock = self._ledger.lock
-        self._reaping = True
-        lock.release()
-        try:
-            self._aio.reap(timeout_s)
-        finally:
-            end_s = self._ledger.traffic.clock()
-            lock.acquire()
-            self._reaping = False
-            self._ledger.progress.notify_all()
-            try:
-                self._take_answers(end_s)
-                if not self._closing:
-                    self._begin()
-            except BaseException as failure:
-                self._stop(failure)
-                raise
+        if self._in_flight and not self._reaper.locked():
+            self._aio.reap(0.0)
+            self._take_answers(None)
 
     def _take_answers(self, end_s: float | None) -> None:
         """Finish the transfers that have answers. ``end_s`` is when they completed; None if only an upper bound is
         known."""
-        for cookie, result in self._aio.answers():
+        ledger = self._ledger
+        self._answers.extend(self._aio.answers())
+        while self._answers:
+            cookie, result = self._answers.popleft()
             transfer = self._in_flight.pop(cookie, None)
-            if transfer is not None:
-                timed, transfer.timed = transfer.timed, None
-                assert timed is not None
-                if end_s is None:  # the disk may have been idle since: the rate is a lower bound
-                    found_s, busy_with = self._ledger.traffic.clock(), math.inf
-                else:
-                    found_s, busy_with = end_s, self.busy_with if transfer.total < BUSY_BYTES else 1
-                self._ledger.traffic.end(timed, max(0, result), found_s, busy_with=busy_with)
-                self._answer(transfer, result)
+            if transfer is None:
+                continue
+            if ledger.change.failure is not None:  # the kernel needs its memory no more; nothing else is certain
+                ledger.trash.append(transfer)
+                ledger.ended_transfers += 1
+                continue
+            timed, transfer.timed = transfer.timed, None
+            assert timed is not None
+            if end_s is None:  # the disk may have been idle since: the rate is a lower bound
+                found_s, busy_with = ledger.traffic.clock(), math.inf
+            else:
+                found_s, busy_with = end_s, self.busy_with if transfer.total < BUSY_BYTES else 1
+            ledger.traffic.end(timed, max(0, result), found_s, busy_with=busy_with)
+            self._answer(transfer, result)
 
     def _answer(self, transfer: _Transfer, result: int) -> None:
         if result == transfer.total - transfer.done:
@@ -466,9 +485,3 @@ class AioLane(Lane):
         else:
             chunk.staging = None
             self.pool.drop_user(transfer.buffer)
-
-    def _stop(self, failure: BaseException) -> None:
-        """Stop the engine: an exception in the bookkeeping, even KeyboardInterrupt, may leave a chunk in no valid
-        state."""
-        self._ledger.failure = failure
-        self._ledger.progress.notify_all()

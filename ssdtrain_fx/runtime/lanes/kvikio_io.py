@@ -63,8 +63,9 @@ class DeviceFile:
         self._transfer("read", data, offset_bytes)
 
     def close(self) -> None:
+        opened, self._handles = self._handles, {}
         with contextlib.ExitStack() as handles:  # closes all of them, whatever one of them raises
-            for handle in self._handles.values():
+            for handle in opened.values():
                 handles.callback(handle.close)
 
     def _handle(self, descriptor: int) -> Any:

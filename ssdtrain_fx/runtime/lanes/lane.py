@@ -31,6 +31,8 @@ class Lane(abc.ABC):
 
     has_host_tier = False
     """Bytes may stay in its staging buffers, because tensors live in other memory."""
+    has_stopped = False
+    """It was closed, and moves no byte any more."""
     busy_with = 2
     """The number of transfers in one direction that keeps the disk busy."""
 
@@ -83,22 +85,27 @@ class Lane(abc.ABC):
 
     @abc.abstractmethod
     def close(self, patience: Patience) -> bool:
-        """Finish what has begun and drop the rest. The ledger is already closed.
+        """Finish what has begun and drop the rest. The ledger is already closed. May be called again.
 
-        False: patience ran out, and buffers and tensors are left to the transfers that may still use them."""
+        False: patience ran out, and buffers and tensors are left to the transfers that may still use them. If it
+        raises, ``has_stopped`` says whether any byte may still move."""
 
     def begin_copies(self) -> None:
         """Begin copies on the caller's thread if a device does them. After ``enlist_copies``, without the lock."""
         return
 
     def make_progress(self) -> None:
-        """Note what has finished and begin what can begin. Never blocks on the disk. Needs the lock."""
+        """Note what has finished and begin what can begin. Never blocks on the disk. Needs the lock, within a change."""
         return
 
-    def wait_for_progress(self, timeout_s: float = BLOCK_S) -> bool:
-        """Block until a transfer finishes, with the lock released; call it in a loop. False: nothing is in flight, so
-        waiting is pointless."""
-        self._ledger.progress.wait(timeout_s)
+    def wait_for_progress(self, seen: int, timeout_s: float = BLOCK_S) -> bool:
+        """Block until something has changed since the caller ``seen`` the count of ``ledger.progress``; call it in a
+        loop, without the lock. False: nothing is in flight, so waiting is pointless."""
+        ledger = self._ledger
+        with ledger.lock:
+            waiter = ledger.progress.enlist() if seen == ledger.progress.count else None
+        if waiter is not None:
+            waiter.acquire(True, timeout_s)
         return True
 
     def allocate(self, entry: Entry, stride: Sequence[int], device: torch.device) -> Tensor:

@@ -62,7 +62,7 @@ Task = Callable[[], None]
 class _Stream:
     """Copies that a device makes in order, each with what to do when it is over, and the thread that follows them."""
 
-    def __init__(self, lock: threading.Lock, follow: Callable[[_Stream], None], name: str) -> None:
+    def __init__(self, lock: threading.RLock, follow: Callable[[_Stream], None], name: str) -> None:
         self.changed = threading.Condition(lock)
         self.copies: collections.deque[tuple[Mark, Task]] = collections.deque()
         self.thread = threading.Thread(target=follow, args=(self,), name=name, daemon=True)
@@ -161,7 +161,7 @@ class ThreadLane(Lane):
                 task()
         except BaseException as failure:  # a chunk that was taken may be neither in the tensor nor in staging now
             ledger.stop_because_of(failure)
-            if not isinstance(failure, Exception):  # the caller has to learn of an interrupt
+            if not isinstance(failure, Exception) or isinstance(failure, MemoryError):  # the caller must learn of it
                 raise
         finally:
             with ledger.lock:
@@ -175,17 +175,21 @@ class ThreadLane(Lane):
             self._work.notify_all()
         if not self._join(self._threads, patience):
             return False
+        while True:
+            with ledger.lock:
+                if not self._threads_inside:
+                    break
+                left_s, seen = patience.left_s(), ledger.progress.count
+            if not left_s:
+                return False
+            self.wait_for_progress(seen, min(BLOCK_S, left_s))
         with ledger.lock:
-            while self._threads_inside:
-                left_s = patience.left_s()
-                if not left_s:
-                    return False
-                ledger.progress.wait(min(BLOCK_S, left_s))
             self._draining = True
             for stream in self._streams.values():
                 stream.changed.notify()
         if not self._join([stream.thread for stream in self._streams.values()], patience):
             return False
+        self.has_stopped = True
         for queue in (self._reads, self._copies, self._writes):
             queue.clear()
         self._streams.clear()
@@ -214,8 +218,8 @@ class ThreadLane(Lane):
         stream = self._streams.get((device, direction))
         if stream is None:
             stream = _Stream(self._ledger.lock, self._follow, f"ssdtrain-{device}-{direction.name.lower()}")
-            stream.thread.start()
             self._streams[device, direction] = stream
+            stream.thread.start()
         stream.copies.append((mark, finish))
         stream.changed.notify()
 
@@ -254,8 +258,8 @@ class ThreadLane(Lane):
         if len(self._threads) < self._thread_count and not self._closing:
             for number in range(self._thread_count):
                 thread = threading.Thread(target=self._run, name=f"ssdtrain-io-{number}", daemon=True)
+                self._threads.append(thread)  # first: an interrupt must not leave a thread that nobody joins
                 thread.start()
-                self._threads.append(thread)
 
     def _run(self) -> None:
         ledger = self._ledger

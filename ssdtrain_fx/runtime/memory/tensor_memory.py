@@ -74,17 +74,15 @@ class TensorMemory:
 
     def __init__(self, idle_bytes: int = IDLE_BYTES) -> None:
         self._idle_limit_bytes = idle_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._idle: list[_Mapping] = []
         """Ordered by how long they have been unused, the longest first."""
         self._returned: collections.deque[_Mapping] = collections.deque()
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes in mappings without a tensor."""
-        with self._lock:
-            self._collect()
-            return sum(mapping.size_bytes for mapping in self._idle)
+        """Bytes in mappings without a tensor. Takes no lock: a signal handler may ask while its own thread holds it."""
+        return sum(mapping.size_bytes for mapping in (*self._idle, *self._returned))
 
     def allocate(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, byte_count: int, lead_bytes: int = 0
@@ -109,8 +107,8 @@ class TensorMemory:
         return _torch_private.reinterpret(elements, size, stride)
 
     def release_idle(self) -> None:
-        """Return unused mappings to the system."""
-        if self._idle or self._returned:
+        """Return unused mappings to the system. Does nothing in a signal handler that has interrupted an allocation."""
+        if (self._idle or self._returned) and not self._lock._is_owned():
             with self._lock:
                 self._collect()
                 self._trim(0)

@@ -25,11 +25,12 @@ class Lane(Protocol):
 
     def hurry(self, fill: Fill) -> None: ...
 
-    def wait_for_progress(self, timeout_s: float) -> bool: ...
+    def wait_for_progress(self, seen: int, timeout_s: float) -> bool: ...
 
 
 class Stalls:
-    """The stalls of one engine. All methods except :meth:`patience` need the ledger's lock."""
+    """The stalls of one engine. Methods whose name begins with "wait" are called without the ledger's lock, the others
+    need it. Why: see :mod:`ssdtrain_fx.runtime.book.changes`."""
 
     def __init__(self, ledger: Ledger, timeout_s: float | None, clock: Clock, describe: Callable[[], str]) -> None:
         """``timeout_s`` is ``io_timeout_s``; ``describe`` says what is queued and in flight."""
@@ -52,43 +53,46 @@ class Stalls:
 
     def wait_until_copied(self, lane: Lane, entry: Entry, awaited: Sequence[Entry]) -> None:
         """Wait until the ``awaited`` have left their tensors. If that takes too long, ``entry`` stays in memory."""
-        if not any(other.uncopied for other in awaited):
-            return
         ledger = self._ledger
-        start_s = self._clock()
-        limit_s = entry.prepaid_s + ledger.admission.patience_s()
-        if entry.fills:  # a reload that came before the release reads the file
-            limit_s = math.inf
-        patience = self.patience()
-        while any(other.uncopied for other in awaited):
-            left_s = limit_s - (self._clock() - start_s)
-            if left_s <= 0:
-                if entry.uncopied:
-                    ledger.stay(entry)
-                break
-            self.wait_for_progress(lane, entry, patience, left_s)
-        stall_s = self._clock() - start_s
-        ledger.counters.release_stall_s += stall_s
-        self.pay(entry, stall_s)
+        with ledger.lock, ledger.change:
+            start_s = self._clock()
+            limit_s = entry.prepaid_s + ledger.admission.patience_s()
+            if entry.fills:  # a reload that came before the release reads the file
+                limit_s = math.inf
+            patience = self.patience()
+        while True:
+            with ledger.lock, ledger.change:
+                seen = ledger.progress.count
+                passed_s = self._clock() - start_s
+                is_left = any(other.uncopied for other in awaited)
+                if not is_left or passed_s >= limit_s:
+                    if is_left and entry.uncopied:
+                        ledger.stay(entry)
+                    ledger.counters.release_stall_s += passed_s
+                    self.pay(entry, passed_s)
+                    return
+            self.wait_for_progress(lane, entry, patience, seen, limit_s - passed_s)
 
     def wait_until_filled(self, lane: Lane, fill: Fill) -> Exception | None:
         """Wait until the target of ``fill`` holds its bytes. If it never will, the error is returned."""
-        if fill.unissued:
+        ledger = self._ledger
+        with ledger.lock, ledger.change:
             lane.hurry(fill)
             start_s = self._clock()
             patience = self.patience()
-            stalled: StalledDiskError | None = None
+        stalled: StalledDiskError | None = None
+        while True:
+            with ledger.lock, ledger.change:
+                seen = ledger.progress.count
+                if not fill.unissued or stalled is not None:
+                    stall_s = self._clock() - start_s
+                    ledger.counters.wait_stall_s += stall_s
+                    self.pay(fill.entry, stall_s)
+                    return fill.error if stalled is None else stalled
             try:
-                while fill.unissued:
-                    self.wait_for_progress(lane, fill.entry, patience)
+                self.wait_for_progress(lane, fill.entry, patience, seen)
             except StalledDiskError as error:
-                stalled = error
-            stall_s = self._clock() - start_s
-            self._ledger.counters.wait_stall_s += stall_s
-            self.pay(fill.entry, stall_s)
-            if stalled is not None:
-                return stalled
-        return fill.error
+                stalled = error.with_traceback(None)
 
     def pay(self, entry: Entry, stall_s: float) -> None:
         """Charge a stall of ``entry`` that has ended, less what was planned or already charged."""
@@ -99,12 +103,20 @@ class Stalls:
         entry.prepaid_s -= predicted_s
         ledger.admission.charge(stall_s - predicted_s)
 
-    def wait_for_progress(self, lane: Lane, entry: Entry, patience: Patience, limit_s: float = BLOCK_S) -> None:
-        """Block until a transfer finishes or a limit is reached. Raises StalledDiskError."""
-        self._ledger.check_usable(entry.name)
-        left_s = self.check(patience, repr(entry.name))
-        if not lane.wait_for_progress(min(BLOCK_S, left_s, limit_s)):
-            raise InternalError(f"{entry.name!r}: there is no transfer in flight to wait for")
+    def wait_for_progress(
+        self, lane: Lane, entry: Entry, patience: Patience, seen: int, limit_s: float = BLOCK_S
+    ) -> None:
+        """Block until something has changed since the caller ``seen`` the count of ``ledger.progress``, or a limit is
+        reached. Raises StalledDiskError."""
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.check_usable(entry.name)
+            left_s = self.check(patience, repr(entry.name))
+        if lane.wait_for_progress(seen, min(BLOCK_S, left_s, limit_s)):
+            return
+        with ledger.lock:
+            if seen == ledger.progress.count:
+                raise InternalError(f"{entry.name!r}: there is no transfer in flight to wait for")
 
     def patience(self, timeout_s: float = math.inf) -> Patience:
         """The shorter of ``timeout_s`` and the timeout that the user chose."""

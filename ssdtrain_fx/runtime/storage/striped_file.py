@@ -114,8 +114,9 @@ class StripedFile:
                 part.read(piece, part_offset_bytes)
 
     def close(self) -> None:
-        for part in self._parts:
-            part.close()
+        with contextlib.ExitStack() as parts:  # closes all of them, whatever one of them raises
+            for part in self._parts:
+                parts.callback(part.close)
 
     def _part_at(self, offset_bytes: int) -> tuple[ChunkFile, int]:
         stripe, within_bytes = divmod(offset_bytes, self._stripe_bytes)

@@ -304,7 +304,7 @@ class LaneThatTakesASecond:
     def hurry(self, fill: Fill) -> None:
         pass
 
-    def wait_for_progress(self, timeout_s: float) -> bool:
+    def wait_for_progress(self, seen: int, timeout_s: float) -> bool:
         self.clock.move(1.0)
         self.entry.uncopied = max(0, self.entry.uncopied - 1)
         self.fill.unissued = max(0, self.fill.unissued - 1)

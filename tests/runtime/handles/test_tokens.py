@@ -15,7 +15,7 @@ ENGINE: Any = object()
 
 def test_owner_dies_with_the_last_storage() -> None:
     dead: collections.deque[int] = collections.deque()
-    owner = Owner(ENGINE, 2**40 + 7, dead)
+    owner = Owner(ENGINE, 2**40 + 7, dead.append)
     first, second = make_token(owner), make_token(owner)
     del owner
     assert handle_of(first) == handle_of(second) == 2**40 + 7
@@ -31,7 +31,7 @@ def test_owner_dies_with_the_last_storage() -> None:
 
 def test_each_token_has_separate_memory() -> None:
     """A compiler may write another tensor into the memory of a dead token."""
-    owner = Owner(ENGINE, 5, collections.deque())
+    owner = Owner(ENGINE, 5, collections.deque().append)
     first, second = make_token(owner), make_token(owner)
     first.fill_(-1)
     assert handle_of(second) == 5
@@ -50,7 +50,7 @@ def test_saved_for_backward_keeps_the_token(tmp_path: Path) -> None:
 
     dead: collections.deque[int] = collections.deque()
     x = torch.ones(3, requires_grad=True)
-    y = Save.apply(x, make_token(Owner(ENGINE, 1, dead)))
+    y = Save.apply(x, make_token(Owner(ENGINE, 1, dead.append)))
     gc.collect()
     assert not dead
     y.sum().backward(retain_graph=True)

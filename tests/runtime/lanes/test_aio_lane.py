@@ -137,7 +137,7 @@ def test_a_failure_within_the_bookkeeping_stops_the_engine(
             patch.setattr(file.aio, "submit", fail)
             with pytest.raises(type(interruption)):
                 engine.offload(X, "x")
-        with pytest.raises(InternalError, match=rf"'gelu_3': the I/O .* stopped: {type(interruption).__name__}"):
+        with pytest.raises(ActivationLostError, match=rf"'gelu_3' .*: {type(interruption).__name__}\(\) interrupted"):
             fetch(engine, token, X)
 
 

@@ -178,8 +178,9 @@ def test_a_deferred_release_of_a_tensor_whose_copy_has_been_enqueued(engine: Sta
     token = engine.offload(x, "x", graph_name="graph")
     entry = engine.find_entry(token)
     assert entry is not None
-    with engine._ledger.lock:  # an I/O thread may have taken one of the chunks
-        assert engine._ledger.progress.wait_for(lambda: entry.uncopied == 0, 60)
+    lane = engine._lane_of(entry)
+    while entry.uncopied:  # an I/O thread may have taken one of the chunks
+        lane.wait_for_progress(engine._ledger.progress.count)
     token = engine.release(token, x, deferred=True)
     assert engine.statistics().late_bytes == 0
     assert len(cuda.current.events("wait")) == 2

@@ -1,0 +1,123 @@
+"""Changes of the ledger that an interrupt cannot split unnoticed.
+
+KeyboardInterrupt arrives in the main thread between any two bytecodes, also within ``except`` and ``finally``, and any
+allocation may raise MemoryError. Stores that belong together are then torn apart. It cannot be prevented, so it is
+noticed, as a database notices a crash by its journal::
+
+    with ledger.lock, ledger.change:        # 1. sets ``unfinished``
+        ...                                 # 2. any stores
+                                            # 3. clears ``unfinished``, or records a failure if an exception passes
+
+The invariant: **whoever holds the lock and finds no failure, finds all of every change before, or nothing of it.**
+
+* A failure ends the use of the engine, and only that. Its ops raise. The registry opens another engine for the next
+  step, and closes this one.
+* If step 3 itself is interrupted, ``unfinished`` stays set, and the next one to take the lock records the failure.
+* Errors that an op raises on purpose are raised where no change is under way.
+* No lock is lost. ``with`` takes and returns a lock of :mod:`threading` within one instruction, and the interpreter
+  looks for signals only between some of them: not between the acquisition and the block, nor before the release.
+  ``Condition.wait`` is no such ``with``, so only the engine's own threads, which no signal reaches, use it.
+* Nobody waits with the lock: a thread looks, lets go of the lock, and waits in :class:`Progress` for a change. An
+  interrupt in between splits nothing.
+
+A signal handler, and a finaliser, run on a thread that may be in the midst of a change. They may ask for statistics or
+close engines (see :mod:`ssdtrain_fx.runtime.engines`). A change within a change is refused.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+from typing import Any, NamedTuple
+
+from ssdtrain_fx.errors import ConfigError, SSDTrainError
+
+
+log = logging.getLogger(__name__)
+
+
+class Failure(NamedTuple):
+    """Why an engine cannot be used any more. An exception would hold the frames that it passed, and tensors."""
+
+    error_type: type[BaseException]
+    text: str
+
+    @property
+    def is_interrupt(self) -> bool:
+        """The program or the user ended an op in its midst: no bug and no broken disk."""
+        return not issubclass(self.error_type, Exception) or issubclass(self.error_type, MemoryError)
+
+
+class Progress:
+    """Threads that wait, without the lock, until something has changed. Methods need the lock."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Grows with every change that a thread may wait for."""
+        self._waiting: collections.deque[Any] = collections.deque()
+
+    def notify_all(self) -> None:
+        self.count += 1
+        while self._waiting:
+            self._waiting.popleft().release()
+
+    def enlist(self) -> Any:
+        """A lock that the next :meth:`notify_all` releases: the caller acquires it, without the ledger's lock."""
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiting.append(waiter)
+        return waiter
+
+
+class Change:
+    """See the head of this module. One object serves all changes, because they exclude each other."""
+
+    __slots__ = ("_lock", "_progress", "failure", "undelivered", "unfinished")
+
+    def __init__(self, lock: Any, progress: Progress) -> None:
+        """``lock`` is a ``threading.RLock``, which knows its owner."""
+        self._lock = lock
+        self._progress = progress
+        self.unfinished = False
+        self.failure: Failure | None = None
+        self.undelivered: BaseException | None = None
+        """What interrupted a finaliser, which cannot raise it. The next op does."""
+
+    def __enter__(self) -> None:
+        if self.unfinished:
+            self._find_unfinished()
+        self.unfinished = True
+
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.fail(error)
+        self.unfinished = False
+
+    def fail(self, error: BaseException) -> None:
+        """Record that a change was torn apart, and wake everyone. The first failure counts. Needs the lock."""
+        if self.failure is None:
+            is_telling = isinstance(error, ConfigError)
+            self.failure = Failure(type(error), str(error) if is_telling else repr(error))
+            if self.failure.is_interrupt:
+                log.info("%r interrupted an op: its engine is given up, and the next step opens another one", error)
+            else:
+                log.error("the I/O of an engine stopped", exc_info=error)
+        self._progress.notify_all()
+
+    def check(self) -> None:
+        """Record the failure of a change whose thread was interrupted twice. Needs the lock."""
+        if self.unfinished:
+            self._find_unfinished()
+
+    def _find_unfinished(self) -> None:
+        self._lock.release()
+        is_nested = self._lock._is_owned()
+        self._lock.acquire()
+        if is_nested:
+            raise SSDTrainError(
+                "a signal handler or a finaliser ran a compiled step, or a part of one, in the midst of an op of "
+                "another step on the same thread. Let it set a flag, and run the step when the other one is over."
+            )
+        self.fail(KeyboardInterrupt())
+        self.unfinished = False

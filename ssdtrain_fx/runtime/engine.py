@@ -73,7 +73,8 @@ IDLE_POLL_S = 0.05
 """How long ``wait_until_idle`` waits for one lane before it turns to the next."""
 
 AFTER_FAILURE_S = 1.0
-"""How long ``close`` waits for the next transfer to end after a failure, when their recorded state may be wrong."""
+"""How long ``close`` waits for the next transfer to end after an unexpected exception, such as that of a device that
+answers no more."""
 
 
 class Engine:
@@ -485,8 +486,7 @@ class Engine:
         with ledger.lock:
             ledger.check_usable("the transfers in flight")
             self._stalls.check(patience, "the transfers in flight")
-        lanes = tuple(self._lanes.values())
-        if any([lane.wait_for_progress(seen, IDLE_POLL_S) for lane in lanes]):
+        if any(lane.wait_for_progress(seen, IDLE_POLL_S) for lane in self._lanes.values()):
             return
         with ledger.lock:
             if seen == ledger.progress.count:
@@ -513,19 +513,22 @@ class Engine:
         if not self._closing.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
             return  # another thread has closed this engine for as long as this one may wait
         try:
-            self._close_parts(math.inf if ledger.change.failure is None else AFTER_FAILURE_S, timeout_s)
+            self._close_parts(timeout_s)
         finally:
             self._closing.release()
 
-    def _close_parts(self, failure_s: float, timeout_s: float) -> None:
+    def _close_parts(self, timeout_s: float) -> None:
         ledger = self._ledger
+        failure = ledger.change.failure
+        if failure is not None and not failure.is_interrupt:
+            timeout_s = min(timeout_s, AFTER_FAILURE_S)
         with self._lanes_lock:
             lanes = tuple(self._lanes.values())
         errors: list[BaseException] = []
         are_closed = True
         for lane in lanes:
             try:
-                are_closed &= lane.close(self._stalls.patience(min(timeout_s, failure_s)))
+                are_closed &= lane.close(self._stalls.patience(timeout_s))
             except BaseException as error:
                 errors.append(error)
         with ledger.lock:

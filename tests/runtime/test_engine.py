@@ -275,7 +275,11 @@ def test_an_engine_survives_threads_that_wait_when_it_is_closed(file: MemoryFile
     ("raised", "expected", "message"),
     [
         (KeyError("x"), InternalError, r"'gelu_3': the I/O of the engine .* stopped: KeyError\('x'\)"),
-        (MemoryError("no memory"), ActivationLostError, r"'gelu_3' cannot be read back: MemoryError.* interrupted an op"),
+        (
+            MemoryError("no memory"),
+            ActivationLostError,
+            r"'gelu_3' cannot be read back: MemoryError.* interrupted an op",
+        ),
     ],
 )
 def test_an_io_thread_that_fails_unexpectedly_stops_those_who_wait(

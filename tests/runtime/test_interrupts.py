@@ -6,9 +6,11 @@ there are as many descriptors and threads as before, and no slot, request or ten
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
+import signal
 import sys
 import threading
 import weakref
@@ -21,15 +23,19 @@ from interrupter import Interrupter
 from runtime_fakes import FakeCuda, StandInEngine
 from torch import Tensor
 
-from ssdtrain_fx.errors import ActivationLostError
+from ssdtrain_fx.errors import ActivationLostError, SSDTrainError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
+from ssdtrain_fx.runtime.handles.tokens import make_token
 from ssdtrain_fx.runtime.storage.spill_file import SpillFile
 
 KINDS = ["aio", "posix", "cuda"]
 SIZES = [1000, 40_000]  # int64: through staging, and straight from the tensor
-QUICK_POINTS = 70
+QUICK_POINTS = 40
+HANDLER_POINTS = 10
+QUICK_SIGNALS = 10
+MANY_SIGNALS = 1000
 MANY_POINTS = 10_000
 
 
@@ -148,6 +154,105 @@ def test_a_step_that_is_interrupted_anywhere(steps: Steps, error: Callable[[], B
     assert len(places) > QUICK_POINTS / 4
 
 
+def interrupt_for_real(steps: Steps, count: int, generator: random.Random) -> None:
+    """SIGINT while steps run, ``count`` times."""
+    before = resources()
+    for _ in range(count):
+        delay_s = generator.random() * 0.03
+        sender = threading.Timer(delay_s, signal.raise_signal, [signal.SIGINT])
+        with contextlib.suppress(KeyboardInterrupt):
+            sender.start()
+            while sender.is_alive():
+                steps.run_and_close()
+            steps.run_and_close()
+        sender.join()
+        steps.check()
+        assert resources() == before
+
+
+def test_a_step_that_is_interrupted_by_a_signal(steps: Steps) -> None:
+    interrupt_for_real(steps, QUICK_SIGNALS, random.Random(3))
+
+
+# -- signal handlers ---------------------------------------------------------------------------------------------------
+
+
+HANDLERS: dict[str, Callable[[Engines], object]] = {
+    "statistics": Engines.statistics,
+    "empty_cache": Engines.release_idle,
+    "close": Engines.close,
+}
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_a_signal_handler_may_look_and_close_anywhere(steps: Steps, handler: str) -> None:
+    """A preemption handler, at any instruction of a step. If it closes the engines, the step may fail, but says why."""
+    count = count_points(steps)
+    generator = random.Random(2)
+    calls: list[object] = []
+    before = resources(), signal.getsignal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, lambda *_: calls.append(HANDLERS[handler](steps.engines)))
+    try:
+        for _ in range(HANDLER_POINTS):
+            with Interrupter(generator.randrange(count), lambda: signal.raise_signal(signal.SIGUSR1)) as points:
+                try:
+                    steps.run()
+                except ActivationLostError as error:
+                    assert handler == "close", points.place
+                    assert "was closed" in str(error)
+                steps.engines.close()
+            steps.check()
+            assert resources() == before[0], points.place
+        assert len(calls) > HANDLER_POINTS / 2  # threads change the number of points
+    finally:
+        signal.signal(signal.SIGUSR1, before[1])
+
+
+def test_a_step_within_an_op_is_refused(tmp_path: Path) -> None:
+    """A signal handler runs a step while its thread changes the ledger: that is an error, and the engine goes on."""
+    with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
+        x = torch.arange(1000)
+        owner = engine.release(engine.offload(x, "x"), x)
+        with (
+            engine._ledger.lock,
+            engine._ledger.change,
+            pytest.raises(SSDTrainError, match="a signal handler or a finaliser ran a compiled step"),
+        ):
+            engine.offload(torch.arange(10), "y")
+        y = engine.reload(owner, (1000,))
+        engine.wait(y, owner)
+        assert torch.equal(y, torch.arange(1000))
+
+
+def test_a_change_whose_end_was_interrupted_is_noticed(tmp_path: Path) -> None:
+    """1. The end of a change is interrupted before anything is recorded. 2. The engine has failed all the same."""
+    with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
+        assert not engine.has_failed
+        with engine._ledger.lock:
+            engine._ledger.change.__enter__()
+        assert engine.has_failed
+        with pytest.raises(ActivationLostError, match="was given up"):
+            engine.offload(torch.arange(10), "x")
+
+
+def test_tokens_of_an_engine_that_was_given_up_say_so(tmp_path: Path) -> None:
+    engines = Engines()
+    argument = EngineConfig(ssd_dir=str(tmp_path)).to_argument()
+    engine = engines.open(argument)
+    x = torch.arange(1000)
+    token = make_token(engine.release(engine.offload(x, "x"), x))
+    with pytest.raises(KeyboardInterrupt), engine._ledger.lock, engine._ledger.change:
+        raise KeyboardInterrupt
+    assert engines.open(argument) is not engine
+    with pytest.raises(ActivationLostError, match=r"belongs to an engine that was given up after KeyboardInterrupt"):
+        engines.owner_of(token)
+    engines.close()
+    assert engine.is_gone
+
+
+# -- everywhere --------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
@@ -156,3 +261,9 @@ def test_a_step_that_is_interrupted_everywhere(steps: Steps, error: Callable[[],
     generator = random.Random(1)
     for _ in range(MANY_POINTS // 6):
         interrupt_at(steps, generator.randrange(count), error)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_steps_that_are_interrupted_by_many_signals(steps: Steps) -> None:
+    interrupt_for_real(steps, MANY_SIGNALS, random.Random(4))

@@ -13,7 +13,7 @@ The invariant: **whoever holds the lock and finds no failure, finds all of every
 * A failure ends the use of the engine, and only that. Its ops raise. The registry opens another engine for the next
   step, and closes this one.
 * If step 3 itself is interrupted, ``unfinished`` stays set, and the next one to take the lock records the failure.
-* Errors that an op raises on purpose are raised where no change is under way.
+* Errors that an op raises on purpose, such as that of a closed engine, come before its first store. They are none.
 * No lock is lost. ``with`` takes and returns a lock of :mod:`threading` within one instruction, and the interpreter
   looks for signals only between some of them: not between the acquisition and the block, nor before the release.
   ``Condition.wait`` is no such ``with``, so only the engine's own threads, which no signal reaches, use it.
@@ -31,8 +31,7 @@ import logging
 import threading
 from typing import Any, NamedTuple
 
-from ssdtrain_fx.errors import ConfigError, SSDTrainError
-
+from ssdtrain_fx.errors import ConfigError, InternalError, SSDTrainError
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class Change:
         self.unfinished = True
 
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
+        if error is not None and (not isinstance(error, SSDTrainError) or isinstance(error, InternalError)):
             self.fail(error)
         self.unfinished = False
 

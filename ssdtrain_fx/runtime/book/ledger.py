@@ -122,7 +122,8 @@ class Ledger:
 
     def begin_op(self, name: str) -> None:
         """Raise if an op on the tensor ``name`` cannot succeed any more. Also drains dead handles."""
-        if self.closed or self.change.failure is not None:
+        change = self.change
+        if self.closed or change.failure is not None or change.undelivered is not None:
             self.check_usable(name)
         if self.dead_handles or self.dead_owners:
             self.drain()

@@ -233,13 +233,17 @@ class AioLane(Lane):
         kernel knows when it has finished, and it is asked in a way that may block.
         """
         ledger = self._ledger
+        if ledger.change.failure is not None:
+            with ledger.lock:
+                left_s = patience.left_s()
+            return finishes_within(self._close_aio, min(KERNEL_S, left_s))
         while True:
             with ledger.lock:
                 if not self._in_flight:
                     break
                 left_s, seen = patience.left_s(), ledger.progress.count
             if not left_s:
-                return ledger.change.failure is not None and finishes_within(self._close_aio, KERNEL_S)
+                return False
             self.wait_for_progress(seen, min(BLOCK_S, left_s))
         self._close_aio()
         return True
@@ -406,7 +410,6 @@ class AioLane(Lane):
                 continue
             if ledger.change.failure is not None:  # the kernel needs its memory no more; nothing else is certain
                 ledger.trash.append(transfer)
-                ledger.ended_transfers += 1
                 continue
             timed, transfer.timed = transfer.timed, None
             assert timed is not None

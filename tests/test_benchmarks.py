@@ -4,11 +4,13 @@ import dataclasses
 import importlib.util
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from steps import FAST_DISK
@@ -19,6 +21,7 @@ from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.lanes.aio import AioUnavailableError, KernelAio
 from ssdtrain_fx.studies import zoo
+from ssdtrain_fx.vector_math import settle_vector_math
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -81,6 +84,94 @@ def test_ops_in_training_steps(
     assert all(row[f"{name}_us"] > 0 for name in ("offload", "release", "reload", "wait"))
     assert 0 <= row["kernel_us"] < row["total_us"]
     assert 0 < row["step_share"] < 1
+
+
+def test_same_bits(tmp_path: Path) -> None:
+    """In a process of its own: it forks, which a process whose threads have computed must not do."""
+    size = ["--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "64", "--vocab", "64"]
+    arguments = ["--model", "gpt2", "--processes", "1", "--steps", "2", *size, "--ssd-dir", str(tmp_path)]
+    command = [sys.executable, str(BENCHMARKS / "same_bits.py"), *arguments, "--json", str(tmp_path / "bits.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads((tmp_path / "bits.json").read_text())
+    (row,) = written["results"]
+    assert (row["processes"], row["steps"], row["deviations"], written["deviations"]) == (1, 2, 0, [])
+    assert row["offloads"] > 0
+
+
+class Scripted:
+    """Stands for a fresh process: answers with given bits and tensors."""
+
+    def __init__(self, steps: list[dict[str, str]], tensors: dict[str, list[float]]) -> None:
+        self.steps, self.tensors = iter(steps), tensors
+
+    def __enter__(self) -> "Scripted":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def request(self, index: int) -> None:
+        pass
+
+    def bits(self) -> tuple[dict[str, str], int]:
+        return next(self.steps), 3
+
+    def tensor(self, name: str) -> np.ndarray:
+        return np.array(self.tensors[name], dtype=np.float32)
+
+
+def test_same_bits_describes_and_saves_the_first_deviation(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second process of a round computes another gradient in its second step; later steps are not made."""
+    same_bits = load("same_bits")
+    good = [{"loss": "0x1p+0", "gradient w": "a"}, {"loss": "0x1p+0", "gradient w": "b"}]
+    scripts = iter(
+        [
+            Scripted(good, {"gradient w": [1.0, 2.0, 4.0]}),
+            Scripted([good[0], {"loss": "0x1p+0", "gradient w": "c"}], {"gradient w": [1.0, 2.5, 4.0]}),
+        ]
+    )
+    monkeypatch.setattr(same_bits, "FreshProcess", lambda run: next(scripts))
+    path = tmp_path / "deviation.npz"
+    deviation, offloads = same_bits.train_round(same_bits.Run(model="gpt2"), 7, 5, list(good), path)
+    assert offloads == 6
+    assert deviation == same_bits.Deviation(
+        model="gpt2",
+        process=7,
+        variant="ssdtrain",
+        step=1,
+        tensor="gradient w",
+        elements=1,
+        size=3,
+        relative=0.25,
+        path=str(path),
+    )
+    assert np.load(path)["ssdtrain"].tolist() == [1.0, 2.5, 4.0]
+
+
+def test_same_bits_finds_two_processes_that_agree_but_not_with_earlier_ones(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same_bits = load("same_bits")
+    monkeypatch.setattr(same_bits, "FreshProcess", lambda run: Scripted([{"loss": "0x1p+0"}], {}))
+    deviation, _ = same_bits.train_round(same_bits.Run(), 1, 1, [{"loss": "0x1.8p+0"}], None)
+    assert (deviation.tensor, deviation.variant, deviation.elements) == ("loss", "inductor and ssdtrain", 0)
+
+
+def test_first_sqrt_shows_the_cause(load: Callable[[str], ModuleType]) -> None:
+    """On a processor with AVX-512: the intermediate number stands for code of low accuracy."""
+    first_sqrt = load("first_sqrt")
+    settle_vector_math()
+    number = first_sqrt.code_number()
+    if number is None or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("needs torch's MKL and a processor with AVX-512")
+    before = number.value
+    cause_by_function = {cause.function: cause for cause in first_sqrt.show_cause(number, *first_sqrt.AVX512_NUMBERS)}
+    assert number.value == before
+    assert 1e-5 < cause_by_function["sqrt"].relative < 1e-3
+    assert cause_by_function.keys() == set(first_sqrt.FUNCTIONS)
 
 
 def test_rivals_at_equal_peak_and_at_equal_time(load: Callable[[str], ModuleType]) -> None:

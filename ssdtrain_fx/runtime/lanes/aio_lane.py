@@ -376,7 +376,7 @@ class AioLane(Lane):
             try:
                 accepted = aio.submit(transfer.opcode, descriptor, transfer.address + done, length, offset, cookie)
             except OSError as submit_error:
-                accepted, error = False, submit_error
+                accepted, error = False, submit_error.with_traceback(None)  # otherwise a cycle: error, this frame
             if accepted:
                 if is_write:
                     chunk.state = ChunkState.WRITING

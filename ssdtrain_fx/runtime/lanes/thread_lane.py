@@ -462,7 +462,7 @@ class ThreadLane(Lane):
         try:
             file.write(data, offset_bytes)
         except OSError as write_error:
-            return write_error
+            return write_error.with_traceback(None)  # otherwise a cycle: error, frames, error
         return None
 
     def _read(self, transfer: Transfer, fill: Fill, chunk: Chunk, target: Region, buffer: StagingBuffer | None) -> None:
@@ -514,7 +514,7 @@ class ThreadLane(Lane):
         try:
             ledger.file.read(data, slot.offset_bytes + chunk.start)
         except OSError as read_error:
-            error = read_error
+            error = read_error.with_traceback(None)  # otherwise a cycle: error, this frame, error
         end_s = ledger.traffic.clock()
         with ledger.lock:
             self._end(transfer, chunk, end_s, error)

@@ -57,7 +57,7 @@ from ssdtrain_fx.runtime.policy.external_tensors import Content, ExternalTensors
 from ssdtrain_fx.runtime.policy.graph_runs import GraphRuns
 from ssdtrain_fx.runtime.policy.patience import Clock, Patience
 from ssdtrain_fx.runtime.policy.stalls import Stalls
-from ssdtrain_fx.runtime.shield import shielded
+from ssdtrain_fx.runtime.shield import is_mine, shielded
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile, SpillFile
@@ -379,7 +379,7 @@ class Engine:
         In a signal handler or a finaliser that interrupts an op of this thread, they are what they were at that moment.
         """
         ledger = self._ledger
-        if ledger.lock._is_owned():
+        if is_mine(ledger.lock):
             return self._snapshot()
         with ledger.lock, ledger.change:
             ledger.drain()

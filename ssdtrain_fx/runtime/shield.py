@@ -72,3 +72,9 @@ def _start(work: Callable[[], object]) -> threading.Thread | None:
     except RuntimeError:  # at the end of the process, or the system allows no more threads
         return None
     return thread
+
+
+def is_mine(lock: threading.RLock) -> bool:
+    """Whether this thread holds ``lock``: then it is a signal handler or a finaliser that asks, in the midst of what
+    the lock protects."""
+    return lock._is_owned()  # type: ignore[attr-defined]  # ``threading.Condition`` uses it in the same way

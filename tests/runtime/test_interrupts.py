@@ -8,99 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import random
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from engine_steps import KINDS, Steps, resources
 from interrupter import Interrupter
-from runtime_fakes import FakeCuda, StandInEngine
-from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError, SSDTrainError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.handles.tokens import make_token
-from ssdtrain_fx.runtime.storage.spill_file import SpillFile
 
-KINDS = ["aio", "posix", "cuda"]
-SIZES = [1000, 40_000]  # int64: through staging, and straight from the tensor
 QUICK_POINTS = 40
 HANDLER_POINTS = 10
 QUICK_SIGNALS = 10
 MANY_SIGNALS = 1000
 MANY_POINTS = 10_000
-
-
-def open_stand_in(config: EngineConfig, handles: Iterator[int]) -> Engine:
-    return StandInEngine(
-        config, SpillFile(str(config.ssd_dir)), FakeCuda(), handles=handles, chunk_bytes=1 << 16, thread_count=2
-    )
-
-
-class Steps:
-    """Steps on engines of one kind, and what is left of them."""
-
-    def __init__(self, kind: str, directory: Path) -> None:
-        self.engines = Engines(open_stand_in) if kind == "cuda" else Engines()
-        config = EngineConfig(ssd_dir=str(directory), io="posix" if kind == "cuda" else kind)  # type: ignore[arg-type]
-        self.argument = config.to_argument()
-        self.storages: list[Callable[[], object]] = []
-        self.step = 0
-
-    def run(self) -> None:
-        """Two tensors that come back, and one that is dropped before its backward."""
-        self.step += 1
-        for is_dropped in (True, False):
-            owners = []
-            for size in SIZES:
-                x = torch.arange(size) + self.step
-                self.storages.append(weakref.ref(x.untyped_storage()))
-                engine = self.engines.open(self.argument)
-                owner = engine.offload(x, f"x{size}", graph_name="graph", reload_order=size)
-                owner.engine.release(owner, x, deferred=is_dropped, exclusive=is_dropped)
-                owners.append(owner)
-                del x, owner
-            if not is_dropped:
-                while owners:
-                    self.reload(owners.pop(), SIZES[len(owners)])
-            owners.clear()
-
-    def reload(self, owner: object, size: int) -> None:
-        y: Tensor = owner.engine.reload(owner, (size,))  # type: ignore[attr-defined]
-        self.storages.append(weakref.ref(y.untyped_storage()))
-        owner.engine.wait(y, owner)  # type: ignore[attr-defined]
-        assert torch.equal(y, torch.arange(size) + self.step)
-
-    def run_and_close(self) -> None:
-        self.run()
-        self.engines.close()
-
-    def check(self) -> None:
-        """Nothing that the interrupted step held is alive once the engines are closed. They can be closed again."""
-        self.run()
-        for engine in tuple(self.engines._by_config.values()):
-            engine.wait_until_idle()
-            statistics = engine.statistics()
-            assert (statistics.slots_in_use, statistics.in_flight_bytes) == (0, 0)
-        self.engines.close()
-        self.engines.close()
-        assert self.engines._retired == []
-        gc.collect()  # a record that was torn apart may be a cycle
-        assert [storage() for storage in self.storages if storage() is not None] == []
-        self.storages.clear()
-
-
-def resources() -> tuple[int, int]:
-    """Descriptors, and threads."""
-    return len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208
 
 
 @pytest.fixture(params=KINDS)
@@ -198,8 +128,8 @@ def test_a_signal_handler_may_look_and_close_anywhere(steps: Steps, handler: str
                 try:
                     steps.run()
                 except ActivationLostError as error:
-                    assert handler == "close", points.place
-                    assert "was closed" in str(error)
+                    if handler != "close" or "was closed" not in str(error):
+                        raise
                 steps.engines.close()
             steps.check()
             assert resources() == before[0], points.place

@@ -32,6 +32,7 @@ import threading
 from typing import Any, NamedTuple
 
 from ssdtrain_fx.errors import ConfigError, InternalError, SSDTrainError
+from ssdtrain_fx.runtime.shield import is_mine
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,8 @@ class Change:
 
     __slots__ = ("_lock", "_progress", "failure", "undelivered", "unfinished")
 
-    def __init__(self, lock: Any, progress: Progress) -> None:
-        """``lock`` is a ``threading.RLock``, which knows its owner."""
+    def __init__(self, lock: threading.RLock, progress: Progress) -> None:
+        """``lock`` knows its owner."""
         self._lock = lock
         self._progress = progress
         self.unfinished = False
@@ -111,7 +112,7 @@ class Change:
 
     def _find_unfinished(self) -> None:
         self._lock.release()
-        is_nested = self._lock._is_owned()
+        is_nested = is_mine(self._lock)
         self._lock.acquire()
         if is_nested:
             raise SSDTrainError(

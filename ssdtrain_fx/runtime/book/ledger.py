@@ -29,7 +29,7 @@ from ssdtrain_fx.runtime.book.changes import Change, Progress
 from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Traffic
 from ssdtrain_fx.runtime.handles.tokens import OwnerRef
-from ssdtrain_fx.runtime.shield import shielded
+from ssdtrain_fx.runtime.shield import is_mine, shielded
 from ssdtrain_fx.runtime.storage.slots import SlotAllocator
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
 
@@ -241,7 +241,7 @@ class Ledger:
         lock = self.lock
         try:  # not `with`, which would wait
             self.dead_handles.append(handle)
-            if lock._is_owned():
+            if is_mine(lock):
                 return
             if lock.acquire(blocking=False):
                 if not self.closed and self.change.failure is None:
@@ -250,7 +250,7 @@ class Ledger:
                 lock.release()
         except BaseException as interrupt:
             self.change.undelivered = interrupt.with_traceback(None)
-            if lock._is_owned():
+            if is_mine(lock):
                 lock.release()
         self.trash.clear()
 

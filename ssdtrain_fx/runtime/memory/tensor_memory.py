@@ -33,6 +33,7 @@ from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES, round_up
 from ssdtrain_fx.runtime.memory.raw_memory import RawMemory
 from ssdtrain_fx.runtime.memory.staging import HUGE_PAGE_BYTES
 from ssdtrain_fx.runtime.memory.step_memory import allocate_block
+from ssdtrain_fx.runtime.shield import is_mine
 
 IDLE_BYTES = 96 << 20
 """What backward of one layer reads in GPT-2 with 12 layers, hidden 384, batch 8 x 512: tensors of 24, 18 and 6 MiB."""
@@ -108,7 +109,7 @@ class TensorMemory:
 
     def release_idle(self) -> None:
         """Return unused mappings to the system. Does nothing in a signal handler that has interrupted an allocation."""
-        if (self._idle or self._returned) and not self._lock._is_owned():
+        if (self._idle or self._returned) and not is_mine(self._lock):
             with self._lock:
                 self._collect()
                 self._trim(0)

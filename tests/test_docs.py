@@ -196,6 +196,23 @@ def test_python_runs(path: Path, tmp_path: Path) -> None:
         assert {"x.html", "steps.json"} <= {entry.name for entry in tmp_path.iterdir()}
 
 
+def test_every_fault_names_its_tests() -> None:
+    """Each row of the table of faults ends with tests that exist."""
+    rows = [line for line in (ROOT / "docs" / "faults.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith("| fault ")]
+    assert len(rows) > 40
+    existing = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    for row in rows:
+        _, *cells, tests, _ = row.split("|")
+        named = re.findall(r"`(\w+)`", tests)
+        assert len(cells) == 3 and named, row
+        assert [name for name in named if name not in existing] == [], row
+
+
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS.keys())
 def test_command_is_understood(words: list[str], tmp_path: Path) -> None:
     match words:

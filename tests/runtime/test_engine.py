@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_fakes import MemoryFile, each_file, engine_on, fetch, offload
+from runtime_fakes import FakeCuda, MemoryFile, each_file, engine_on, fetch, offload
 from torch import Tensor
 
-from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
+from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError, StalledDiskError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 
@@ -364,3 +364,22 @@ def test_the_real_file_has_no_name_and_mode_0600(tmp_path: Path) -> None:
         assert status.st_mode & 0o777 == 0o600
         assert status.st_nlink == 0
         del token
+
+
+def test_what_no_lane_moves_is_not_waited_for_forever(file: MemoryFile, directory: str) -> None:
+    """A chunk was lost: nothing will ever lower the count of bytes in flight."""
+    with engine_on(file, directory, io_timeout_s=0.05) as engine:
+        offload(engine, torch.arange(512))
+        engine.wait_until_idle()
+        engine._ledger.counters.in_flight_bytes += 1
+        with pytest.raises((InternalError, StalledDiskError), match="in flight"):
+            engine.wait_until_idle()
+
+
+def test_lanes_may_be_opened_while_others_are_looked_at(directory: str) -> None:
+    with Engine(EngineConfig(ssd_dir=directory), cuda=FakeCuda(), choose_kvikio=lambda *_: None) as engine:
+        engine._lane("cpu")
+        lanes = iter(engine._lanes.values())
+        engine._lane("cuda")
+        assert len(list(lanes)) == 1
+        assert len(engine._lanes) == 2

@@ -73,10 +73,11 @@ class Progress:
 class Change:
     """See the head of this module. One object serves all changes, because they exclude each other."""
 
-    __slots__ = ("_lock", "_progress", "failure", "undelivered", "unfinished")
+    __slots__ = ("_lock", "_path", "_progress", "failure", "undelivered", "unfinished")
 
-    def __init__(self, lock: threading.RLock, progress: Progress) -> None:
-        """``lock`` knows its owner."""
+    def __init__(self, lock: threading.RLock, progress: Progress, path: str) -> None:
+        """``lock`` knows its owner. ``path`` names the engine in messages."""
+        self._path = path
         self._lock = lock
         self._progress = progress
         self.unfinished = False
@@ -100,9 +101,9 @@ class Change:
             is_telling = isinstance(error, ConfigError)
             self.failure = Failure(type(error), str(error) if is_telling else repr(error))
             if self.failure.is_interrupt:
-                log.info("%r interrupted an op: its engine is given up, and the next step opens another one", error)
+                log.info("%r interrupted an op: the engine on %s is given up", error, self._path)
             else:
-                log.error("the I/O of an engine stopped", exc_info=error)
+                log.error("the I/O of the engine on %s stopped", self._path, exc_info=error)
         self._progress.notify_all()
 
     def check(self) -> None:

@@ -89,7 +89,7 @@ class Ledger:
         """It is never taken twice by one thread on purpose. But it knows its owner, which a signal handler asks for."""
         self.progress = Progress()
         """Notified when a release, a wait or a wait_until_idle may continue."""
-        self.change = Change(self.lock, self.progress)
+        self.change = Change(self.lock, self.progress, file.path)
         """``with ledger.lock, ledger.change:`` whoever changes what the methods here do not change by themselves."""
         self.file = file
         self.admission = admission
@@ -163,7 +163,7 @@ class Ledger:
         threads answer to the parent. Another thread may have held the lock at the fork."""
         self.lock = threading.RLock()
         self.progress = Progress()
-        self.change = Change(self.lock, self.progress)
+        self.change = Change(self.lock, self.progress, self.file.path)
         self.closed = True
         self._left_to_parent, self.entries = self.entries, {}
 

@@ -1,4 +1,6 @@
-"""The lowest peak that any placement can reach within a slowdown, by mixed-integer programming (HiGHS).
+"""The lowest peak that any choice can reach within a slowdown, by mixed-integer programming (HiGHS).
+
+A choice keeps, offloads or recomputes each storage, and places what is offloaded.
 
 It is meant for judging planners on small graphs, not for everyday planning.
 
@@ -19,11 +21,16 @@ tightened:
     read              A read has the SSD to itself and begins when its reload is reached. The read with the earliest
                       wait goes first, and may interrupt another one.
                       Relaxed: the simulation reads after ``blocks_in_s``, and in the order of ``reload``.
+    recomputation     Takes its seconds before the node at the wait, after all waits there. It frees the storage between
+                      its last read in forward and its wait. What it reads must be back by then, and must not be
+                      recomputed itself.
+                      Relaxed: temporaries are not counted. The reload of a source that ends there takes its
+                      ``blocks_in_s`` after the waits.
     forwarding        A storage needs no read if it may still be in staging when it is reloaded. This assumes that all
                       storages are offloaded and that reads always slow down the writes.
                       Relaxed: in the simulation it must really be in staging.
 
-Hence ``lower_bound_bytes`` is a lower bound for every placement that the simulation allows. The placements found here
+Hence ``lower_bound_bytes`` is a lower bound for every choice that the simulation allows. The placements found here
 may take longer in the simulation. The caller has to simulate them: if they stay within the time there too, they are
 optimal.
 
@@ -40,6 +47,8 @@ storage away wherever it can be; no placement has a lower peak.
   those at p - 1, or floor, and a later release never stalls for longer.
 * Unless h[p - 1] > max(h[p], floor), all reloads before p can be moved before p - 1, except those whose wait is at p.
   This is the same argument in reverse: node p starts no later, and the reads begin earlier.
+* Recomputation changes none of this: towards the marker, it only frees more. But sources may have to be back where a
+  storage is recomputed, and may live until there, so these positions and the next ones are slots.
 * Between two positions where a storage can start, leave, be reloaded or end, only the fixed bytes change. The position
   with the most fixed bytes represents all others.
 """
@@ -50,12 +59,13 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from scipy import optimize, sparse
 
+from ssdtrain_fx.passes.planning.remakes import Remake, with_remakes
 from ssdtrain_fx.passes.planning.simulate import ROUNDING
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, Placements, TransferProblem
 
@@ -73,6 +83,8 @@ class ExactSolution:
     """The best placements found, and how far they can be from the optimum."""
 
     placements: Placements
+    remade: tuple[int, ...]
+    """The storages that are recomputed."""
     peak_bytes: int
     step_s: float
     """By the clock of this module, with every transfer as early as possible."""
@@ -90,6 +102,7 @@ def solve_exactly(
     problem: TransferProblem,
     *,
     max_slowdown: float,
+    remakes: Sequence[Remake] = (),
     time_limit_s: float = 60,
     relative_gap: float = 0.005,
     compress: bool = True,
@@ -100,28 +113,32 @@ def solve_exactly(
     allowed.
 
     Args:
+        remakes: the storages that may be recomputed. Their seconds count as added time.
         time_limit_s: limits the search. Building the program and the final linear program take additional time.
         compress: False gives every position its own variables. The optimum is the same; this is for tests.
     """
     peak_bytes = max(_live_bytes(problem), default=0)
-    slots = _find_slots(problem, compress=compress)
+    slots = _find_slots(problem, remakes, compress=compress)
     if not problem.movables:
-        return ExactSolution({}, peak_bytes, problem.step_s, peak_bytes, 0.0, True, 0)
-    program = _Program(problem, max_slowdown, slots)
+        return ExactSolution({}, (), peak_bytes, problem.step_s, peak_bytes, 0.0, True, 0)
+    program = _Program(problem, max_slowdown, slots, remakes)
     found = program.solve(time_limit_s=time_limit_s, relative_gap=relative_gap)
     lower_bound_bytes = max(program.floor_bytes, math.ceil(found.bound_bytes * (1 - TOLERANCE)))
     placements: Placements = {}
+    remade: tuple[int, ...] = ()
     step_s = problem.step_s
     if found.values is not None:
-        candidate = program.placements(found.values)
-        candidate_peak_bytes = max(_live_bytes(problem, candidate), default=0)
+        candidate, made = program.placements(found.values), program.remade(found.values)
+        left = with_remakes(problem, [one for one in remakes if one.idx in made])
+        candidate_peak_bytes = max(_live_bytes(left, candidate), default=0)
         if candidate_peak_bytes < peak_bytes:
-            placements, peak_bytes = candidate, candidate_peak_bytes
+            placements, remade, peak_bytes = candidate, made, candidate_peak_bytes
             step_s = program.shortest_step_s(found.values)
     lower_bound_bytes = min(lower_bound_bytes, peak_bytes)
     gap = (peak_bytes - lower_bound_bytes) / peak_bytes if peak_bytes else 0.0
     return ExactSolution(
         placements=placements,
+        remade=remade,
         peak_bytes=peak_bytes,
         step_s=step_s,
         lower_bound_bytes=lower_bound_bytes,
@@ -147,7 +164,7 @@ class _Slots:
     floor_bytes: int
 
 
-def _find_slots(problem: TransferProblem, *, compress: bool) -> _Slots:
+def _find_slots(problem: TransferProblem, remakes: Sequence[Remake], *, compress: bool) -> _Slots:
     marker, num_positions = problem.marker, len(problem.node_s)
     keep_all = _live_bytes(problem)
     everywhere = {movable.idx: Placement(movable.earliest_release, movable.wait) for movable in problem.movables}
@@ -162,11 +179,15 @@ def _find_slots(problem: TransferProblem, *, compress: bool) -> _Slots:
         )
     rises = [p for p in range(1, marker) if keep_all[p] > max(keep_all[p - 1], floor_bytes)]
     drops = [p for p in range(marker + 2, num_positions) if keep_all[p - 1] > max(keep_all[p], floor_bytes)]
+    made = {one.idx for one in remakes}
+    made_at = {movable.wait for movable in problem.movables if movable.idx in made}
     release_at = (*rises, marker)
-    reload_at = (marker + 1, *drops)
+    after_made = {position + 1 for position in made_at if position + 1 < num_positions}
+    reload_at = tuple(sorted({marker + 1, *drops, *made_at, *after_made}))
     changes = {0, num_positions, *release_at, *reload_at}
     for movable in problem.movables:
         changes |= {movable.live_start, movable.wait, movable.live_end}
+        changes |= {movable.earliest_release} if movable.idx in made else set[int]()
     memory_at = [
         max(range(start, end), key=lambda p: problem.fixed_live_bytes[p])
         for start, end in itertools.pairwise(sorted(changes))
@@ -234,8 +255,9 @@ class _Away:
 class _Program:
     """Variables and rows. Each row requires a sum of terms to be at least a number. Times are in ``unit_s``."""
 
-    def __init__(self, problem: TransferProblem, max_slowdown: float, slots: _Slots) -> None:
+    def __init__(self, problem: TransferProblem, max_slowdown: float, slots: _Slots, remakes: Sequence[Remake]) -> None:
         self.problem = problem
+        self._remakes = remakes
         self.floor_bytes = slots.floor_bytes
         self._slots = slots
         self._lower: list[float] = []
@@ -255,6 +277,8 @@ class _Program:
 
         self._peak = self._add_variable(self.floor_bytes / self._unit_bytes, SCALE)
         self._away = [self._add_away(movable) for movable in problem.movables]
+        self._remade = {one.idx: self._add_variable(0.0, 1.0, is_integer=True) for one in remakes}
+        self._add_recomputations()
         self._add_memory()
         self._before, self._after = self._add_stream()
         self._add_writes()
@@ -289,6 +313,10 @@ class _Program:
                 reload = sum(values[variable] > 0.5 for variable in away.still_away)
                 placements[away.movable.idx] = Placement(away.release_at[release], away.reload_at[reload])
         return placements
+
+    def remade(self, values: Sequence[float]) -> tuple[int, ...]:
+        """The storages that are recomputed."""
+        return tuple(idx for idx, variable in self._remade.items() if values[variable] > 0.5)
 
     def shortest_step_s(self, values: Sequence[float]) -> float:
         """Time of the step with the 0-1 variables fixed and every transfer as early as possible."""
@@ -358,6 +386,19 @@ class _Program:
         assert release_at[-1] == marker
         return _Away(movable, release_at, released, reload_at, still_away)
 
+    def _add_recomputations(self) -> None:
+        """A storage is kept, offloaded or recomputed; what it is recomputed from is in memory."""
+        by_idx = {away.movable.idx: away for away in self._away}
+        for one in self._remakes:
+            remade, made = self._remade[one.idx], by_idx[one.idx]
+            self._add_row([(made.moved, -1.0), (remade, -1.0)], -1.0)
+            for source in one.sources:
+                if source in self._remade:
+                    self._add_row([(self._remade[source], -1.0), (remade, -1.0)], -1.0)
+                if source in by_idx:
+                    away = by_idx[source].at(made.movable.wait, self.problem.marker)
+                    self._add_row([(away, -1.0), (remade, -1.0)], -1.0)
+
     def _can_have_left(self, movable: Movable, position: int) -> bool:
         """Whether the storage can have left by ``position`` if it is the only one offloaded."""
         least = max(self._blocks_out(movable) + self._copy_out(movable), self._write(movable) - self._head_start)
@@ -371,7 +412,22 @@ class _Program:
                 if away.movable.live_start <= position < away.movable.live_end:
                     variable = away.at(position, self.problem.marker)
                     terms.append((variable, away.movable.size_bytes / self._unit_bytes))
+                if away.movable.earliest_release <= position < away.movable.wait:
+                    terms.append((self._remade.get(away.movable.idx), away.movable.size_bytes / self._unit_bytes))
+            terms += self._add_longer_lives(position)
             self._add_row(terms, self._slots.keep_all_bytes[position] / self._unit_bytes)
+
+    def _add_longer_lives(self, position: int) -> list[Term]:
+        """Storages that live at ``position`` only because others are recomputed from them there or later."""
+        by_idx = {away.movable.idx: away.movable for away in self._away}
+        longer: dict[int, int] = {}
+        for one in self._remakes:
+            for source in one.sources:
+                if source in by_idx and by_idx[source].live_end <= position <= by_idx[one.idx].wait:
+                    if source not in longer:
+                        longer[source] = self._add_variable(0.0, 1.0)
+                    self._add_row([(longer[source], 1.0), (self._remade[one.idx], -1.0)])
+        return [(variable, -by_idx[source].size_bytes / self._unit_bytes) for source, variable in longer.items()]
 
     def _add_stream(self) -> tuple[dict[int, int], dict[int, int]]:
         """Add two times per position: before and after its offloads in forward, before and after its waits in backward.
@@ -396,6 +452,8 @@ class _Program:
             behind: list[Term] = []
             for away in self._away:
                 blocks_in = self._blocks_in(away.movable)
+                if away.movable.wait == position:
+                    behind.append((self._remade.get(away.movable.idx), -self._remake(away.movable)))
                 if away.movable.offload == position:
                     inside.append((away.moved, -self._blocks_out(away.movable)))
                 elif away.movable.wait == position:
@@ -470,8 +528,28 @@ class _Program:
                         unread = away.at(max(position - 1, forwarded_until[away.movable.idx]), marker)
                         if unread is not None:
                             terms.append((unread, -self._read(away.movable)))
-                if -sum(coefficient for _, coefficient in terms) > self._clock[wait] - self._clock[position]:
-                    self._add_row([(self._after[wait], 1.0), (start, -1.0), *terms])
+                early = self._add_early_reads(position, first_wait, wait, forwarded_until)
+                if -sum(coefficient for _, coefficient in (*terms, *early)) > self._clock[wait] - self._clock[position]:
+                    self._add_row([(self._after[wait], 1.0), (start, -1.0), *terms, *early])
+
+    def _add_early_reads(
+        self, position: int, first_wait: int, last_wait: int, forwarded_until: Mapping[int, int]
+    ) -> list[Term]:
+        """The reads of storages that are waited for later, but that one recomputed by ``last_wait`` is made from."""
+        by_idx = {away.movable.idx: away for away in self._away}
+        early: dict[int, int] = {}
+        for one in self._remakes:
+            if first_wait <= by_idx[one.idx].movable.wait <= last_wait:
+                for source in one.sources:
+                    away = by_idx.get(source)
+                    if away is None or away.movable.wait <= last_wait:
+                        continue
+                    unread = away.at(max(position - 1, forwarded_until[source]), self.problem.marker)
+                    if unread is not None:
+                        if source not in early:
+                            early[source] = self._add_variable(0.0, 1.0)
+                        self._add_row([(early[source], 1.0), (unread, -1.0), (self._remade[one.idx], -1.0)], -1.0)
+        return [(variable, -self._read(by_idx[source].movable)) for source, variable in early.items()]
 
     def _may_be_forwarded_until(self, movable: Movable) -> int:
         """The last position where the storage can still be in staging, or the marker if there is none."""
@@ -491,6 +569,9 @@ class _Program:
 
     def _read(self, movable: Movable) -> float:
         return self._units(self.problem.hardware.read.transfer_s(movable.size_bytes))
+
+    def _remake(self, movable: Movable) -> float:
+        return sum(self._units(one.seconds) for one in self._remakes if one.idx == movable.idx)
 
     def _copy_out(self, movable: Movable) -> float:
         """Duration of a copy that runs beside compute."""

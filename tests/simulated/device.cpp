@@ -654,11 +654,20 @@ void fallback(const c10::OperatorHandle& op, c10::Stack* stack) {
       }));
     return;
   }
+  // These give their `out` another shape for a while, which borrowed memory cannot have.
+  if (!aliases.empty() && aliases[0] >= 0 && (name == "aten::mse_loss" || name == "aten::smooth_l1_loss")) {
+    call[aliases[0]] = at::empty({0}, call[aliases[0]].toTensor().options());
+    aliases[0] = -1;
+  }
   std::vector<Tensor> targets;  // where the kernel's own results go
   for (size_t i = 0; i < results.size(); ++i)
     if (aliases[i] < 0) for_each_tensor(results[i], [&](const Tensor& tensor) { targets.push_back(shadow_tensor(tensor)); });
   stream.put(true, [op, call, targets, aliases, name]() mutable {
-    op.callBoxed(&call);
+    try {
+      op.callBoxed(&call);
+    } catch (const c10::Error& error) {
+      TORCH_CHECK(false, name, ": ", error.what_without_backtrace());
+    }
     size_t next = 0;
     for (size_t i = 0; i < call.size(); ++i)
       if (aliases[i] < 0)

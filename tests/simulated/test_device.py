@@ -226,7 +226,7 @@ def test_random_numbers_depend_on_the_order_of_the_host_alone(sim: Simulator) ->
 
 def test_two_devices(sim: Simulator) -> None:
     x = full(1.0)
-    with pytest.raises(RuntimeError, match="same device|cuda:1"):
+    with pytest.raises(RuntimeError, match=r"same device|cuda:1"):
         x + full(1.0, "cuda:1")
     with sim.hold():
         x.add_(1)

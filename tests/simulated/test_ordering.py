@@ -236,7 +236,9 @@ def test_a_reloaded_tensor_that_is_dropped_is_not_overwritten_late(sim: Simulato
         assert values(z) == {7.0}
 
 
-def test_a_reload_in_another_layout_reads_the_stored_bytes_after_they_have_arrived(sim: Simulator, ssd_dir: str) -> None:
+def test_a_reload_in_another_layout_reads_the_stored_bytes_after_they_have_arrived(
+    sim: Simulator, ssd_dir: str
+) -> None:
     with setup(ssd_dir) as s:
         x = torch.arange(COUNT, dtype=torch.float32, device="cuda").view(32, 32)
         owner = s.engine.offload(x, "x")
@@ -277,9 +279,7 @@ def test_memory_is_registered_once_and_unregistered_at_close(sim: Simulator, ssd
     assert [torch.cuda.cudart().cudaHostUnregister(address) for address in addresses] == [713] * len(addresses)
 
 
-def test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do(
-    sim: Simulator, ssd_dir: str
-) -> None:
+def test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do(sim: Simulator, ssd_dir: str) -> None:
     class Refuses:
         def cudaHostRegister(self, *_: object) -> int:
             return 2

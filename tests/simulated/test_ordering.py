@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -71,6 +72,14 @@ def setup(ssd_dir: str, *, file: MemoryFile | None = None, buffers: int = 64, **
         yield _Setup(engine, file)
         file.writes_may_go_on.set()
         file.reads_may_go_on.set()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Return when a thread of the engine has made ``condition`` true."""
+    end_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
 
 
 def full(value: float) -> Tensor:
@@ -362,3 +371,287 @@ def test_a_closed_engine_has_finished_with_the_device(sim: Simulator, ssd_dir: s
     torch.cuda.synchronize()
     with pytest.raises(ActivationLostError, match="closed"):
         s.fetch(owner)
+
+
+def test_copies_run_on_side_streams_and_delay_no_kernel(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        x = full(3.0)
+        torch.cuda.synchronize()
+        with sim.hold(s.out):
+            owner = s.engine.offload(x, "x")
+            y = x + 1
+            torch.cuda.current_stream().synchronize()
+            entry = s.engine.find_entry(owner)
+            assert entry is not None
+            buffer = entry.chunks[0].staging
+            assert buffer is not None
+            assert bytes(buffer.view) != sim.peek(x)
+        s.engine.release(owner, x)
+        s.engine.wait_until_idle()
+        with sim.hold(s.back):
+            z = s.engine.reload(owner, (COUNT,))
+            assert s.issued(owner)
+            sim.settle()
+            assert sim.peek(z) != sim.peek(x)
+        assert values(y) == {4.0}
+        s.engine.wait(z, owner)
+
+
+def test_a_tensor_that_leaves_late_is_held_and_forwarded_in_order(sim: Simulator, ssd_dir: str) -> None:
+    """All staging buffers are in use, so the copy begins after the tensor was released and requested again."""
+    with setup(ssd_dir, buffers=3) as s:
+        s.file.writes_may_go_on.clear()
+        others = [full(5.0), full(6.0)]
+        owners = [s.engine.offload(other, f"o{number}") for number, other in enumerate(others)]
+        x = full(3.0)
+        torch.cuda.synchronize()
+        owner = s.engine.offload(x, "x")
+        s.engine.release(owner, x, deferred=True, exclusive=True)
+        entry = s.engine.find_entry(owner)
+        assert entry is not None
+        assert entry.uncopied == 1
+        address = x.data_ptr()
+        del x
+        y = s.engine.reload(owner, (COUNT,))
+        torch.cuda.synchronize()
+        with sim.hold(s.out):
+            s.file.writes_may_go_on.set()
+            assert s.issued(owner)
+            z = full(7.0)
+            assert z.data_ptr() != address
+            sim.settle()
+        s.engine.wait(y, owner)
+        assert (values(y), values(z)) == ({3.0}, {7.0})
+        for kept, other in zip(owners, others, strict=True):
+            s.engine.release(kept, other)
+
+
+def test_a_staging_buffer_that_was_written_is_kept_for_the_copy_to_the_device(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir, buffers=3) as s:
+        s.file.writes_may_go_on.clear()
+        x = full(3.0)
+        owner = s.engine.offload(x, "x")
+        s.engine.release(owner, x)
+        torch.cuda.synchronize()
+        with sim.hold(s.back):
+            y = s.engine.reload(owner, (COUNT,))
+            assert s.issued(owner)
+            s.file.writes_may_go_on.set()
+            counters = s.engine._ledger.counters
+            until(lambda: counters.unwritten_bytes == 0)
+            others = [full(5.0), full(6.0)]
+            owners = [s.engine.offload(other, f"o{number}") for number, other in enumerate(others)]
+            sim.settle()
+        s.engine.wait(y, owner)
+        assert values(y) == {3.0}
+        del owners
+
+
+def test_a_dense_copy_of_a_tensor_with_gaps_is_complete_before_it_leaves(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(default_us=20_000)
+    with setup(ssd_dir) as s:
+        for value in range(1, 6):
+            x = torch.full((32, 64), float(value), device="cuda")[:, :16]
+            torch.cuda.synchronize()
+            owner = s.engine.offload(x, f"x{value}")
+            s.engine.release(owner, x)
+            y = s.engine.reload(owner, (32, 16))
+            s.engine.wait(y, owner)
+            assert set(y.cpu().flatten().tolist()) == {float(value)}
+
+
+def test_every_staging_buffer_comes_back(sim: Simulator, ssd_dir: str) -> None:
+    """After writes, cancelled writes, reads, forwards, reads ahead, failed reads, and what the host tier held."""
+    sim.configure(side_us=300)
+    file = MemoryFile()
+    with setup(ssd_dir, file=file, buffers=12) as s:
+        for host in (False, True):
+            for dropped in (False, True):
+                owners: list[Any] = []
+                file.writes_may_go_on.clear() if dropped and not host else None
+                for order in range(16 if host or not dropped else 8):
+                    x = full(float(order))
+                    owner = s.engine.offload(x, f"x{order}", host=host, reload_order=order)
+                    s.engine.release(owner, x)
+                    owners.append(owner)
+                    del x, owner
+                for order, owner in enumerate([] if dropped else owners):
+                    assert values(s.fetch(owner)) == {float(order)}
+                    s.engine.wait_until_idle()
+                owner = None
+                del owners, owner
+                gc.collect()
+                s.engine.statistics()
+                file.writes_may_go_on.set()
+                s.engine.wait_until_idle()
+                torch.cuda.synchronize()
+                s.engine.wait_until_idle()
+                until(lambda: s.lane.pool.used_bytes == 0)
+        owner = s.on_disk(3.0)
+        file.read_error = lambda index: OSError(5, "broken")
+        with pytest.raises(ActivationLostError):
+            s.fetch(owner)
+        until(lambda: s.lane.pool.used_bytes == 0)
+
+
+def _chain(s: _Setup) -> tuple[Any, list[Any]]:
+    """The owner of a tensor of graph a, and those of two tensors of the next graph, b. All are in the file."""
+    owners = []
+    for name, graph in (("a0", "a"), ("b0", "b"), ("b1", "b")):
+        x = full(3.0 + len(owners))
+        owner = s.engine.offload(x, name, graph_name=graph)
+        s.engine.release(owner, x)
+        owners.append(owner)
+        del x
+    s.engine.wait_until_idle()
+    torch.cuda.synchronize()
+    return owners[0], owners[1:]
+
+
+def test_a_reload_that_is_begun_ahead_writes_after_what_was_enqueued_before_it(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        first, (b0, b1) = _chain(s)
+        kept = [s.fetch(b0), s.engine.reload(b1, (COUNT,))]
+        used = full(7.0)
+        torch.cuda.synchronize()
+        with sim.hold():
+            read = used.clone()
+            address = used.data_ptr()
+            del used
+            s.engine.wait(kept[1], b1)
+            entry = s.engine.find_entry(first)
+            assert entry is not None
+            assert entry.ahead is not None
+            assert entry.ahead.tensor.data_ptr() == address
+            fill = entry.ahead.fill
+            ledger = s.engine._ledger
+            with ledger.lock:
+                assert ledger.progress.wait_for(lambda: fill.unissued == 0, 20)
+            sim.settle()
+        y = s.engine.reload(first, (COUNT,))
+        assert y.data_ptr() == address
+        s.engine.wait(y, first)
+        assert (values(read), values(y)) == ({7.0}, {3.0})
+
+
+def test_a_reload_that_was_begun_ahead_for_another_stream_is_not_used(sim: Simulator, ssd_dir: str) -> None:
+    """Its memory would be reused by the stream that it was allocated for, while the other one still reads it."""
+    with setup(ssd_dir) as s:
+        first, (b0, b1) = _chain(s)
+        kept = [s.fetch(b0), s.fetch(b1)]
+        entry = s.engine.find_entry(first)
+        assert entry is not None
+        assert entry.ahead is not None
+        side = torch.cuda.Stream(device=DEVICE)
+        with torch.cuda.stream(side):
+            y = s.engine.reload(first, (COUNT,))
+            s.engine.wait(y, first)
+        torch.cuda.synchronize()
+        s.engine.wait_until_idle()
+        with sim.hold(side):
+            with torch.cuda.stream(side):
+                read = y.clone()
+            del y
+            z = [full(9.0) for _ in range(4)]
+            sim.settle()
+        side.synchronize()
+        assert values(read) == {3.0}
+        del z, kept
+
+
+class _DirectDrive:
+    """KvikIO over a drive that reads and writes device memory at once, whatever the streams do."""
+
+    def __init__(self, sim: Simulator) -> None:
+        self.sim = sim
+        self.data = bytearray(1 << 20)
+        self.writes = 0
+
+    def CuFile(self, path: str, mode: str) -> _DirectDrive:
+        return self
+
+    def pwrite(self, data: Tensor, *, size: int, file_offset: int, task_size: int) -> Any:
+        self.data[file_offset : file_offset + size] = self.sim.peek(data)
+        self.writes += 1
+        return _Future(size)
+
+    def pread(self, data: Tensor, *, size: int, file_offset: int, task_size: int) -> Any:
+        self.sim.poke(data, bytes(self.data[file_offset : file_offset + size]))
+        return _Future(size)
+
+    def close(self) -> None:
+        pass
+
+
+class _Future:
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def get(self) -> int:
+        return self._size
+
+
+@contextlib.contextmanager
+def direct(sim: Simulator, ssd_dir: str) -> Iterator[Engine]:
+    from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio
+
+    drive = Kvikio(_DirectDrive(sim), gds=True)
+    config = EngineConfig(ssd_dir=ssd_dir)
+    with Engine(config, open_file=lambda _: MemoryFile(), choose_kvikio=lambda *_: drive) as engine:
+        yield engine
+
+
+def test_a_direct_write_starts_after_the_kernel_that_computes_the_tensor(sim: Simulator, ssd_dir: str) -> None:
+    with direct(sim, ssd_dir) as engine:
+        with sim.hold():
+            x = full(3.0)
+            owner = engine.offload(x, "x")
+            entry = engine.find_entry(owner)
+            assert entry is not None
+            ledger = engine._ledger
+            with ledger.lock:
+                assert not ledger.progress.wait_for(lambda: entry.uncopied == 0, 0.3)
+        engine.release(owner, x)
+        y = engine.reload(owner, (COUNT,))
+        engine.wait(y, owner)
+        assert values(y) == {3.0}
+
+
+def test_a_direct_read_starts_after_what_was_enqueued_before_the_reload(sim: Simulator, ssd_dir: str) -> None:
+    with direct(sim, ssd_dir) as engine:
+        x = full(3.0)
+        owner = engine.offload(x, "x")
+        engine.release(owner, x)
+        engine.wait_until_idle()
+        used = full(7.0)
+        torch.cuda.synchronize()
+        with sim.hold():
+            read = used.clone()
+            address = used.data_ptr()
+            del used
+            y = engine.reload(owner, (COUNT,))
+            assert y.data_ptr() == address
+            entry = engine.find_entry(owner)
+            assert entry is not None
+            (fill,) = entry.fills.values()
+            ledger = engine._ledger
+            with ledger.lock:
+                assert not ledger.progress.wait_for(lambda: fill.unissued == 0, 0.3)
+        engine.wait(y, owner)
+        assert (values(read), values(y)) == ({7.0}, {3.0})
+
+
+def test_a_direct_write_is_over_before_the_memory_is_reused(sim: Simulator, ssd_dir: str) -> None:
+    with direct(sim, ssd_dir) as engine:
+        sim.configure(default_us=2000)
+        owners = []
+        for value in range(8):
+            x = full(float(value))
+            owner = engine.offload(x, f"x{value}")
+            engine.release(owner, x)
+            owners.append(owner)
+            del x
+        for value, owner in enumerate(owners):
+            y = engine.reload(owner, (COUNT,))
+            engine.wait(y, owner)
+            assert values(y) == {float(value)}

@@ -109,9 +109,9 @@ struct Stream {
   bool held = false, fails_next = false, busy = false;
   PointPtr awaited;
 
-  Stream(Device& device, int64_t id) : device(device), id(id) {
-    std::thread([this] { run(); }).detach();
-  }
+  bool started = false;  // with its first task, so that a process can fork before
+
+  Stream(Device& device, int64_t id) : device(device), id(id) {}
   void put(bool is_work, std::function<void()> task);
   PointPtr record();
   void wait_for(PointPtr point) {
@@ -220,6 +220,10 @@ void Stream::put(bool is_work, std::function<void()> task) {
     task = [this] { device.fail("device-side assert triggered"); };
   }
   tasks.emplace_back(is_work, std::move(task));
+  if (!started) {
+    started = true;
+    std::thread([this] { run(); }).detach();
+  }
   changed.notify_all();
 }
 

@@ -17,9 +17,9 @@ TESTS = Path(__file__).parent.parent
 ANSWER_TIMEOUT_S = 120.0
 
 
-def environment(library: Path, package_root: Path = TESTS.parent) -> dict[str, str]:
-    """For a process that imports the package from ``package_root``."""
-    roots = [package_root, TESTS / "simulated", TESTS, TESTS / "runtime"]
+def environment(library: Path) -> dict[str, str]:
+    """For a process with the simulated device."""
+    roots = [TESTS.parent, TESTS / "simulated", TESTS, TESTS / "runtime"]
     return {
         **os.environ,
         "SIMULATED_DEVICE": str(library),
@@ -29,9 +29,9 @@ def environment(library: Path, package_root: Path = TESTS.parent) -> dict[str, s
 
 
 class DeviceProcess:
-    """One process that runs test after test."""
+    """One process that runs test after test, in itself or in processes that it forks."""
 
-    def __init__(self, package_root: Path = TESTS.parent) -> None:
+    def __init__(self) -> None:
         """Raises ArenaUnavailableError if the device cannot be built."""
         library = build.build()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -40,17 +40,23 @@ class DeviceProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=environment(library, package_root),
-            cwd=package_root,
+            env=environment(library),
         )
 
-    def run(self, module: str, function: str, arguments: dict[str, Any]) -> str | None:
-        """Run one test. Returns what went wrong, or None."""
+    def run(
+        self, module: str, function: str, arguments: dict[str, Any], package_root: Path | None = None
+    ) -> str | None:
+        """Run one test. Returns what went wrong, or None.
+
+        With a ``package_root``, the test runs in a forked process, on the package there. A process runs all of its
+        tests in this way, or none.
+        """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         start = self._errors.seek(0, os.SEEK_END)
-        request = {"module": module, "function": function, "arguments": arguments}
+        root = None if package_root is None else str(package_root)
+        request = {"module": module, "function": function, "arguments": arguments, "package_root": root}
         try:
             stdin.write(json.dumps(request).encode() + b"\n")
             stdin.flush()

@@ -39,6 +39,10 @@ class _Setup:
         streams = self.lane.mover._side_streams(DEVICE)
         self.out: torch.Stream = streams.out
         self.back: torch.Stream = streams.back
+        with engine._ledger.lock:
+            self.lane._start_threads()
+        # A thread that starts takes a copy that the training thread would begin otherwise.
+        until(lambda: len(self.lane._work._waiters) == self.lane._thread_count)
 
     def on_disk(self, value: float) -> Any:
         """The owner of a tensor of 4096 bytes that is in the file and nowhere else."""
@@ -385,6 +389,7 @@ def test_copies_run_on_side_streams_and_delay_no_kernel(sim: Simulator, ssd_dir:
             assert entry is not None
             buffer = entry.chunks[0].staging
             assert buffer is not None
+            sim.settle()
             assert bytes(buffer.view) != sim.peek(x)
         s.engine.release(owner, x)
         s.engine.wait_until_idle()
@@ -655,3 +660,54 @@ def test_a_direct_write_is_over_before_the_memory_is_reused(sim: Simulator, ssd_
             y = engine.reload(owner, (COUNT,))
             engine.wait(y, owner)
             assert values(y) == {float(value)}
+
+
+def test_all_chunks_of_a_released_tensor_are_copied_before_it_is_overwritten(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        x = torch.full((4 * COUNT,), 3.0, device="cuda")
+        torch.cuda.synchronize()
+        sim.configure(side_us=20_000)
+        owner = s.engine.offload(x, "x")
+        s.engine.release(owner, x)
+        del x
+        y = torch.full((4 * COUNT,), 5.0, device="cuda")
+        torch.cuda.current_stream().synchronize()
+        z = s.engine.reload(owner, (4 * COUNT,))
+        s.engine.wait(z, owner)
+        assert (values(z), values(y)) == ({3.0}, {5.0})
+
+
+def test_all_chunks_of_a_tensor_have_arrived_after_wait(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        x = torch.full((4 * COUNT,), 3.0, device="cuda")
+        owner = s.engine.offload(x, "x")
+        s.engine.release(owner, x)
+        s.engine.wait_until_idle()
+        sim.configure(side_us=20_000)
+        y = s.engine.reload(owner, (4 * COUNT,))
+        s.engine.wait(y, owner)
+        assert values(y) == {3.0}
+
+
+def test_a_tensor_that_dies_on_its_way_is_not_held(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        x = full(3.0)
+        torch.cuda.synchronize()
+        with sim.hold(s.out):
+            owner = s.engine.offload(x, "x", host=True)
+            s.engine.release(owner, x)
+            del owner
+            gc.collect()
+            s.engine.statistics()
+        until(lambda: s.lane.pool.used_bytes == 0)
+
+
+def test_close_waits_for_the_copies_that_the_device_still_makes(sim: Simulator, ssd_dir: str) -> None:
+    """Otherwise the buffer is unregistered, and its memory returned, under the copy."""
+    with setup(ssd_dir) as s:
+        x = full(3.0)
+        torch.cuda.synchronize()
+        sim.configure(side_us=300_000)
+        owners = [s.engine.offload(x, f"x{number}") for number in range(4)]
+    torch.cuda.synchronize()
+    del owners

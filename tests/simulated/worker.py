@@ -19,26 +19,26 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import pytest  # what tests import is imported once, not by every forked process
 import torch
-
-from ssdtrain_fx.runtime import ops
+import torch._dynamo
 
 HANGS_AFTER_S = 100
+FORKED_HANGS_AFTER_S = 30
 
 
 def run_case(module: str, function: str, arguments: dict[str, Any]) -> str | None:
     """Run a test as pytest would. Returns the traceback if it fails."""
-    case: Callable[..., object] = getattr(importlib.import_module(module), function)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    simulator.configure()
-    simulator.take_counts()
-    faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
     try:
+        case: Callable[..., object] = getattr(importlib.import_module(module), function)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        simulator.configure()
+        simulator.take_counts()
         case(sim=simulator, **arguments)
         torch.cuda.synchronize(0)
         torch.cuda.synchronize(1)
-    except BaseException:
+    except (Exception, pytest.fail.Exception):
         return traceback.format_exc()
     finally:
         simulator.repair()
@@ -46,9 +46,24 @@ def run_case(module: str, function: str, arguments: dict[str, Any]) -> str | Non
         simulator.limit_memory(0, 1)
         torch._dynamo.reset()
         with contextlib.suppress(Exception):
-            ops.close()
-        faulthandler.cancel_dump_traceback_later()
+            importlib.import_module("ssdtrain_fx.runtime.ops").close()
     return None
+
+
+def run_forked(package_root: str, request: dict[str, Any]) -> str | None:
+    """Run a test on the package in ``package_root``, in a process of its own."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        faulthandler.dump_traceback_later(FORKED_HANGS_AFTER_S, exit=True)
+        sys.path.insert(0, package_root)
+        os.write(writing, json.dumps((run_case(**request) or "")[-20_000:]).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        text = answer.read()
+    _, status = os.waitpid(child, 0)
+    return f"the process ended with status {status}" if status or not text else str(json.loads(text) or "") or None
 
 
 def main() -> None:
@@ -56,7 +71,15 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        answers.write(json.dumps(run_case(**json.loads(line))) + "\n")
+        request = json.loads(line)
+        root = request.pop("package_root")
+        if root is None:
+            faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
+            failure = run_case(**request)
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            failure = run_forked(root, request)
+        answers.write(json.dumps(failure) + "\n")
         answers.flush()
 
 

@@ -1,0 +1,44 @@
+"""Every error of :mod:`mutants` is noticed by its test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from device_process import DeviceProcess
+from mutants import MUTANTS, QUICK, Mutant
+
+from ssdtrain_fx._torch_private.arena import ArenaUnavailableError
+
+
+def _marks(mutant: Mutant) -> list[pytest.MarkDecorator]:
+    return [] if mutant.name in QUICK else [pytest.mark.slow]
+
+
+def test_names_are_different() -> None:
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names)
+    assert set(QUICK) <= set(names)
+
+
+@pytest.fixture(scope="module")
+def forking_process() -> Iterator[DeviceProcess]:
+    try:
+        process = DeviceProcess()
+    except ArenaUnavailableError as error:
+        pytest.skip(f"the simulated device cannot be built: {error}")
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("mutant", [pytest.param(mutant, id=mutant.name, marks=_marks(mutant)) for mutant in MUTANTS])
+def test_mutant_is_noticed(mutant: Mutant, forking_process: DeviceProcess, tmp_path: Path) -> None:
+    mutant.apply(tmp_path)
+    arguments = {"ssd_dir": str(tmp_path), **mutant.arguments}
+    failure = forking_process.run("test_ordering", mutant.test, arguments, tmp_path)
+    assert failure is not None, f"{mutant.test} does not notice {mutant.name}"
+    assert "IndentationError" not in failure
+    assert "SyntaxError" not in failure
+    assert "NameError" not in failure
+    assert "AttributeError" not in failure

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from ssdtrain_fx.compiler.aot_eager import compile_with_aot_eager
@@ -18,6 +20,8 @@ from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.runtime.ops import statistics
 from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.vector_math import settle_vector_math
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadC
         )
     # Dynamo calls the backend in every process, also if the code comes from a cache: before the first step runs.
     settle_vector_math()
+    if not torch.is_grad_enabled() or not any(_needs_gradient(value) for value in example_inputs):
+        log.info("nothing is offloaded: the graph computes no gradients. Nothing is saved for backward.")
     if config.replan == "off" or not has_static_shapes(example_inputs):
         return _compile_once(gm, example_inputs, config, mode)
 
@@ -97,6 +103,10 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadC
 
     drift = Drift(config.load_hardware(device_of(example_inputs)))
     return ReplanningStep(gm, example_inputs, compile_for, drift, statistics).run
+
+
+def _needs_gradient(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _compile_once(

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import math
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
@@ -28,15 +29,16 @@ from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
 from ssdtrain_fx.passes.analysis.node_calls import CostSources, Times
 from ssdtrain_fx.passes.analysis.pose_problem import pose_problem
 from ssdtrain_fx.passes.decisions.apply_policy import apply_policy
+from ssdtrain_fx.passes.decisions.explain_idle_plan import explain_idle_plan
 from ssdtrain_fx.passes.decisions.plan_offloads import add_recomputations, plan_offloads
 from ssdtrain_fx.passes.decisions.propose_recomputations import propose_recomputations
 from ssdtrain_fx.passes.graph.joint_graph import JointPass, ScheduledJointGraph, join, split
 from ssdtrain_fx.passes.planning.place_transfers import floor_bytes
-from ssdtrain_fx.passes.planning.plan import Plan
+from ssdtrain_fx.passes.planning.plan import Offload, Plan
 from ssdtrain_fx.passes.planning.policy import Policy
 from ssdtrain_fx.passes.planning.simulate import ROUNDING
 from ssdtrain_fx.passes.planning.step_budget import StepBudget
-from ssdtrain_fx.passes.planning.transfer_problem import HostTier, TransferProblem
+from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Placements, TransferProblem
 from ssdtrain_fx.passes.rewrites.check_custom_pass import checked
 from ssdtrain_fx.passes.rewrites.copy_out_views import copy_out_views
 from ssdtrain_fx.passes.rewrites.insert_offloads import insert_offloads
@@ -185,7 +187,8 @@ def _offload(
     joint = _run(passes_before_planning(config), joint)
     is_original = joint.saved == saved and not config.passes
     analysis = _analyse(joint, config, hardware, times)
-    planned, fits = _choose_within(analysis, config, hardware, budget, times)
+    problem = pose_problem(analysis, hardware=hardware, host=config.host_tier(hardware))
+    planned, fits = _choose_within(analysis, problem, config, hardware, budget, times)
     joint, plan, costs = planned.analysis.joint, planned.plan, planned.analysis.cost_sources
     log.info(
         "predicted activation peak %s -> %s, %+.1f %% step time, %s offloaded in %d of %d saved storages "
@@ -199,6 +202,19 @@ def _offload(
         len(plan.on_host),
         len(plan.recomputed),
     )
+    idle = explain_idle_plan(
+        analysis,
+        problem,
+        plan,
+        max_slowdown=config.max_slowdown,
+        min_tensor_bytes=config.min_tensor_bytes,
+        budget=budget,
+        has_policy=callable(config.policy),
+        analyse_all=lambda: _analyse(analysis.joint, config, hardware, times, min_tensor_bytes=0),
+    )
+    if idle:
+        log.info("nothing is offloaded: %s", idle)
+        plan = dataclasses.replace(plan, why_nothing_moves=idle)
     log.info("%s", costs)
     for storage in plan.storages:
         log.debug("%s %s%s: %s", storage.name, storage.dtype, list(storage.shape), storage.decision)
@@ -237,10 +253,17 @@ class PlannedStep:
         return self.problem.fixed_live_bytes[self.problem.marker] + movable_bytes - self.plan.offloaded_bytes
 
 
-def _analyse(joint: ScheduledJointGraph, config: Options, hardware: Hardware, times: Times | None) -> Analysis:
+def _analyse(
+    joint: ScheduledJointGraph,
+    config: Options,
+    hardware: Hardware,
+    times: Times | None,
+    *,
+    min_tensor_bytes: int | None = None,
+) -> Analysis:
     return analyse(
         joint,
-        min_tensor_bytes=config.min_tensor_bytes,
+        min_tensor_bytes=config.min_tensor_bytes if min_tensor_bytes is None else min_tensor_bytes,
         hardware=hardware,
         fused=config.inner == "inductor",
         times=times,
@@ -248,7 +271,12 @@ def _analyse(joint: ScheduledJointGraph, config: Options, hardware: Hardware, ti
 
 
 def _choose_within(
-    analysis: Analysis, config: Options, hardware: Hardware, budget: StepBudget | None, times: Times | None
+    analysis: Analysis,
+    problem: TransferProblem,
+    config: Options,
+    hardware: Hardware,
+    budget: StepBudget | None,
+    times: Times | None,
 ) -> tuple[PlannedStep, bool]:
     """Return the best plan, and whether it stays within the budget.
 
@@ -256,7 +284,7 @@ def _choose_within(
         BudgetError: no plan meets a budget that must be met.
     """
     try:
-        return _choose(analysis, config, hardware, budget, times), True
+        return _choose(analysis, problem, config, hardware, budget, times), True
     except BudgetError as error:
         if budget is None or budget.limit is None:
             raise
@@ -270,34 +298,50 @@ def _choose_within(
             budget.limit,
             format_bytes(raised.size_bytes),
         )
-        return _choose(analysis, config, hardware, raised, times), False
+        return _choose(analysis, problem, config, hardware, raised, times), False
 
 
 def _choose(
-    analysis: Analysis, config: Options, hardware: Hardware, budget: StepBudget | None, times: Times | None
+    analysis: Analysis,
+    problem: TransferProblem,
+    config: Options,
+    hardware: Hardware,
+    budget: StepBudget | None,
+    times: Times | None,
 ) -> PlannedStep:
     """Return the best plan, with or without recomputation. On a tie, the plan without recomputation wins.
 
     Raises:
         BudgetError: no plan meets the budget.
     """
-    problem = pose_problem(analysis, hardware=hardware, host=config.host_tier(hardware))
     if callable(config.policy):
         plan = apply_policy(config.policy, analysis, problem, max_slowdown=config.max_slowdown, budget=budget)
         return PlannedStep(analysis, problem, plan)
-    proposed: Sequence[tuple[Recomputation, ...]] = ()
-    if config.recompute and config.policy == "auto":
-        proposed = propose_recomputations(analysis, problem, hardware=hardware, fused=config.inner == "inductor")
     found: list[PlannedStep] = []
     errors: list[BudgetError] = []
-    for recomputations in ((), *proposed):
+
+    def try_plan(recomputations: Sequence[Recomputation]) -> None:
         rewritten, posed = _recompute(analysis, problem, recomputations, config, hardware, times)
         if recomputations and _cannot_win(rewritten, posed, found, config, budget):
-            continue
+            return
         try:
             found.append(_plan(analysis, rewritten, posed, recomputations, config, budget))
         except BudgetError as error:
             errors.append(error)
+
+    try_plan(())
+    if config.recompute and config.policy == "auto":
+        for recomputations in propose_recomputations(
+            analysis,
+            problem,
+            hardware=hardware,
+            fused=config.inner == "inductor",
+            allowed_s=math.inf if budget is not None else config.max_slowdown * problem.step_s,
+            goal_bytes=0 if budget is None else budget.peak_bytes,
+            moved=_offloads(analysis, found[0].plan) if found else None,
+            exposed_s=found[0].plan.exposed_s if found else 0.0,
+        ):
+            try_plan(recomputations)
     if not found:
         raise min(errors, key=lambda error: error.floor_bytes)
     if budget is not None:
@@ -306,6 +350,15 @@ def _choose(
     if analysis.activations:
         return min(allowed or found[:1], key=lambda one: (one.left_behind_bytes, one.plan.exposed_s))
     return min(allowed or found[:1], key=lambda one: (one.plan.peak_after_bytes, one.plan.exposed_s))
+
+
+def _offloads(analysis: Analysis, plan: Plan) -> Placements:
+    """The offloads of a plan without recomputations, by storage."""
+    return {
+        candidate.storage.idx: storage.decision.placement
+        for candidate, storage in zip(analysis.candidates, plan.storages, strict=True)
+        if isinstance(storage.decision, Offload)
+    }
 
 
 def _recompute(

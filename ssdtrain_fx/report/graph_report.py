@@ -88,6 +88,8 @@ class GraphReport:
             lines.append("this is the floor: everything live there is in use or cannot move")
         else:
             lines.append(f"floor  {format_bytes(plan.floor_bytes)}, if everything moved at any cost in time")
+        if plan.why_nothing_moves:
+            lines.append(f"nothing is offloaded: {plan.why_nothing_moves}")
         return "\n".join(lines)
 
     def rows(self, sort: Sort = "order", *, fold: bool = True) -> list[Row]:

@@ -121,7 +121,7 @@ def test_options_beside_a_configuration_are_refused() -> None:
 def test_compiled_autograd_needs_inductor() -> None:
     """It traces backward again, and there the layouts of reloaded tensors are not known with aot_eager."""
     config = OffloadConfig(inner="aot_eager", policy="all", min_tensor_bytes=0)
-    loss = torch.compile(Tower(), backend=backend(config))(torch.randn(4, 16))
+    loss = torch.compile(Tower(), backend=backend(config))(torch.randn(8, 32))
     with (
         torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
         pytest.raises(Exception, match="Use inner='inductor', or leave compiled autograd off"),

@@ -7,31 +7,44 @@ import gc
 from typing import Any
 
 import pytest
+import torch
 from graphs import Program, capture_program, random_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import four_layers, machine
 from test_liveness import without
+from torch import Tensor
 
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import BudgetError
+from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes import pipeline
 from ssdtrain_fx.passes.graph.joint_graph import join
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 from ssdtrain_fx.passes.planning.plan import Keep, Offload, Plan, Recompute
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.testing import TOYS, CapturedStep, assert_same_bits, capture_toy, save_all
+from ssdtrain_fx.testing import (
+    TOYS,
+    CapturedStep,
+    assert_same_bits,
+    capture_step,
+    capture_toy,
+    save_all,
+    toy_hardware,
+)
 
 
-def rewrite(step: CapturedStep, *, disk: float = 1.0, **options: Any) -> OffloadedStep:
+def rewrite(
+    step: CapturedStep, *, disk: float = 1.0, hardware: Hardware | None = None, **options: Any
+) -> OffloadedStep:
     config = OffloadConfig(inner="aot_eager", min_tensor_bytes=0, **{"max_slowdown": 1.0, **options})
     return offload_saved_tensors(
         step.forward,
         step.backward,
         num_forward_outputs=step.num_forward_outputs,
         config=config,
-        hardware=machine(disk),
+        hardware=hardware or machine(disk),
         budget=config.find_budget(),  # all of it for the plan
     )
 
@@ -74,6 +87,48 @@ def test_what_is_made_again_can_read_what_was_moved() -> None:
 def test_recomputation_takes_part_in_the_limit() -> None:
     """An additional kernel takes more than a thousandth of this step."""
     assert Recompute not in decisions(rewrite(four_layers(), max_slowdown=1e-3).plan).values()
+
+
+MIB, LOSS_BYTES = 1 << 20, 4
+
+
+def twelve_layers() -> CapturedStep:
+    """relu(x @ w), twelve times. Each layer saves 1 MiB, and takes 2.8 % of the step."""
+
+    def function(x: Tensor, *weights: Tensor) -> Tensor:
+        for weight in weights:
+            x = torch.relu(x @ weight)
+        return x.sum()
+
+    weights = (torch.randn(256, 256, requires_grad=True) for _ in range(12))
+    return capture_step(function, torch.randn(1024, 256, requires_grad=True), *weights, partition=save_all)
+
+
+@pytest.mark.parametrize(("limit", "peak_mib"), [(0.0, 13.25), (0.05, 12.25), (0.1, 10.25), (0.15, 8.25)])
+def test_as_much_is_made_again_as_the_time_allows(limit: float, peak_mib: float) -> None:
+    """On a disk that moves nothing. All six layers that can be recomputed would take 17 % of the step."""
+    plan = rewrite(twelve_layers(), max_slowdown=limit, hardware=toy_hardware(1.0)).plan
+    assert plan.peak_before_bytes <= 13.3 * MIB
+    assert plan.peak_after_bytes <= peak_mib * MIB + LOSS_BYTES
+    assert plan.slowdown <= limit
+
+
+def test_offloading_and_recomputation_share_the_work() -> None:
+    """The disk moves a part in time. What it leaves is recomputed, so both together reach a lower peak."""
+    disk_only = rewrite(twelve_layers(), max_slowdown=0.06, hardware=toy_hardware(2e9), recompute=False).plan
+    both = rewrite(twelve_layers(), max_slowdown=0.06, hardware=toy_hardware(2e9)).plan
+    no_disk = rewrite(twelve_layers(), max_slowdown=0.06, hardware=toy_hardware(1.0)).plan
+    assert both.recomputed and both.offloaded
+    assert both.peak_after_bytes < min(disk_only.peak_after_bytes, no_disk.peak_after_bytes)
+    assert both.slowdown <= 0.06
+
+
+def test_a_budget_takes_no_more_recomputation_than_it_needs() -> None:
+    """With a budget of 11 MiB, two or three layers run again, not all six."""
+    plan = rewrite(twelve_layers(), memory_budget_bytes=11 * MIB, hardware=toy_hardware(1.0)).plan
+    assert plan.peak_after_bytes <= 11 * MIB
+    assert 2 <= len(plan.recomputed) <= 3
+    assert not plan.offloaded
 
 
 def test_recomputation_can_be_switched_off() -> None:

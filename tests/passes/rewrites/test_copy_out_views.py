@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rewriting_backend import rewriting_backend
 from steps import small_model
-from torch import Tensor, fx
+from torch import Tensor
 
 from ssdtrain_fx.passes.analysis.candidates import find_candidates
 from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets

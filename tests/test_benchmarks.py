@@ -86,10 +86,11 @@ def test_ops_in_training_steps(
     assert 0 < row["step_share"] < 1
 
 
+@pytest.mark.slow
 def test_same_bits(tmp_path: Path) -> None:
     """In a process of its own: it forks, which a process whose threads have computed must not do."""
     size = ["--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "64", "--vocab", "64"]
-    arguments = ["--model", "gpt2", "--processes", "1", "--steps", "2", *size, "--ssd-dir", str(tmp_path)]
+    arguments = ["--model", "gpt2", "--processes", "1", "--steps", "2", *size, "--calm", "--ssd-dir", str(tmp_path)]
     command = [sys.executable, str(BENCHMARKS / "same_bits.py"), *arguments, "--json", str(tmp_path / "bits.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,6 +7,7 @@ waited for has certainly happened too early.
 from __future__ import annotations
 
 import contextlib
+import time
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -64,8 +65,13 @@ class _Setup:
         ledger = self.engine._ledger
         entry = self.engine.find_entry(owner)
         assert entry is not None
-        with ledger.lock:
-            return ledger.progress.wait_for(lambda: not any(fill.unissued for fill in entry.fills.values()), timeout_s)
+        lane, end_s = self.engine._lane_of(entry), time.monotonic() + timeout_s
+        while any(fill.unissued for fill in tuple(entry.fills.values())):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            lane.wait_for_progress(ledger.progress.count, min(0.05, left_s))
+        return True
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ import collections
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -68,6 +69,10 @@ class _Stream:
         self.thread = threading.Thread(target=follow, args=(self,), name=name, daemon=True)
 
 
+class _Caller:
+    """A call of :meth:`ThreadLane.begin_copies`. It is over when this object dies."""
+
+
 class ThreadLane(Lane):
     """A lane whose threads do the work."""
 
@@ -93,7 +98,8 @@ class ThreadLane(Lane):
         self.busy_with = thread_count
         self._thread_count = thread_count
         self._threads: list[threading.Thread] = []
-        self._threads_inside = 0
+        self._callers: weakref.WeakSet[_Caller] = weakref.WeakSet()
+        """Threads that are enqueuing copies."""
         self._closing = False
         self._draining = False
         """Nothing will be enqueued on a device any more."""
@@ -148,11 +154,10 @@ class ThreadLane(Lane):
         if not self.mover.enqueues:
             return
         ledger = self._ledger
-        is_inside = False
+        caller = _Caller()
         try:
             with ledger.lock:
-                self._threads_inside += 1
-                is_inside = True
+                self._callers.add(caller)
             while True:
                 with ledger.lock:
                     task = None if self._closing else self._next_copy()
@@ -164,8 +169,8 @@ class ThreadLane(Lane):
             if not isinstance(failure, Exception) or isinstance(failure, MemoryError):  # the caller must learn of it
                 raise
         finally:
+            del caller  # at once, so that no interrupt comes before it: `close` waits for this caller
             with ledger.lock:
-                self._threads_inside -= is_inside
                 ledger.progress.notify_all()
 
     def close(self, patience: Patience) -> bool:
@@ -177,7 +182,7 @@ class ThreadLane(Lane):
             return False
         while True:
             with ledger.lock:
-                if not self._threads_inside:
+                if not self._callers:
                     break
                 left_s, seen = patience.left_s(), ledger.progress.count
             if not left_s:

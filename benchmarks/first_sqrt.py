@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -105,9 +105,9 @@ def first_call(kind: str, answer: Connection) -> None:
     values = torch.rand(65536, generator=torch.Generator().manual_seed(0)) + 0.01
     matrix = torch.ones(256, 256)
     for _ in range(4):
-        matrix @ matrix  # starts the threads of torch
+        torch.mm(matrix, matrix)  # starts the threads of torch
     first, second = torch.sqrt(values), torch.sqrt(values)
-    wrong = (first != second).nonzero().flatten().tolist()
+    wrong = cast(list[int], (first != second).nonzero().flatten().tolist())  # pyright: ignore[reportUnknownMemberType]
     relative = float(((first - second).abs() / second).max())
     answer.send({"wrong": len(wrong), "relative": relative, "first": wrong[:1], "last": wrong[-1:]})
 

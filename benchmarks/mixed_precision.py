@@ -4,8 +4,8 @@
 
 The model reduces rows of ``float(bf16 product) * a`` and, after two float32 products, rows of ``h * a``. Plain Inductor
 computes both reductions in one loop nest, because both read ``a``. One of them reads no 16-bit value, so the nest has
-vectors of 16 elements (AVX-512). With offloading, the two reductions are not fused, because the first one would then run
-later than planned. On its own it reads 16-bit values in each of its bodies, so it gets vectors of 32 elements, and adds
+vectors of 16 elements (AVX-512). With offloading, the two reductions are not fused: the first one would then run later
+than planned. On its own it reads 16-bit values in each of its bodies, so it gets vectors of 32 elements, and adds
 up a row in another order. docs/reports/mixed_precision.md says more.
 """
 

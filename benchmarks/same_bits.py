@@ -23,6 +23,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import json
 import multiprocessing
 import sys
@@ -35,7 +36,6 @@ from typing import Any, Self, cast
 
 import numpy as np
 import torch
-import torch._inductor.compile_fx
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -214,6 +214,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parse_arguments(arguments)
     os.environ.update(ENVIRONMENT)
+    importlib.import_module("ssdtrain_fx.compiler.inductor")  # and Inductor: once, not in each process
     console = Console()
     sizes = {name: getattr(chosen, name) for name in ("layers", "hidden", "batch", "sequence", "vocab", "dropout")}
     options = {"policy": "all", "min_tensor_bytes": 0, "ssd_dir": chosen.ssd_dir}

@@ -161,7 +161,9 @@ def run(command: list[str], tmp_path: Path) -> str:
 def test_every_page_with_python_is_run_or_known_not_to_be() -> None:
     with_python = {path.name for path in PAGES if blocks_of(path, "python")}
     # tests/report, tests/test_extending.py and tests/test_distributed.py (which starts ranks) test these pages.
-    assert with_python - PRELUDES.keys() == {"report.md", "extending.md", "distributed.md"}
+    # The reproduction in first_vector_math_call.md shows a rare race.
+    known = {"report.md", "extending.md", "distributed.md", "first_vector_math_call.md"}
+    assert with_python - PRELUDES.keys() == known
 
 
 def test_what_is_made_smaller_is_there() -> None:

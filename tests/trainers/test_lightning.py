@@ -25,7 +25,11 @@ def _lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", replacement)
 
 
-pytestmark = [pytest.mark.usefixtures("one_thread", "plain_kernels"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("one_thread", "plain_kernels"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 def make_module() -> Any:

@@ -7,7 +7,6 @@ waited for has certainly happened too early.
 from __future__ import annotations
 
 import contextlib
-import time
 import gc
 import time
 from collections.abc import Callable, Iterator

@@ -201,7 +201,8 @@ def test_the_last_compiled_step_takes_the_memory_with_it() -> None:
         """
         import gc
         import torch
-        from test_step_memory import compile_layers, data, step_memory
+        from ssdtrain_fx.runtime.memory.step_memory import step_memory
+        from test_step_memory import compile_layers, data
 
         model, compiled = compile_layers()
         other_model, other = compile_layers()

@@ -105,7 +105,7 @@ def measure(config: EngineConfig, size_bytes: int, count: int) -> list[Sample]:
     samples: list[Sample] = []
     for _ in range(WARM_UP + count):
         TimedAio.submit_s = 0.0
-        owner, *of_offload = timed(ops.offload, x, stride, "benchmark", argument)
+        owner, *of_offload = timed(ops.offload, x, stride, f"name=benchmark|{argument}")
         token, *of_release = timed(ops.release, owner, x)
         del owner
         reloading, *of_reload = timed(ops.reload, token, size, stride)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from steps import generated_code
+from steps import FAST_DISK, generated_code, settled_statistics
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from ssdtrain_fx import OffloadConfig, _torch_private
+from ssdtrain_fx import OffloadConfig, _torch_private, backend
 from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx._torch_private.direct_calls import DirectCall
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.testing import assert_same_bits, train
 
 DISPATCHED = "torch.ops.ssdtrain."
 
@@ -66,8 +68,8 @@ def test_parts_of_a_call_come_as_a_tuple_or_as_an_object(monkeypatch: pytest.Mon
 def test_strides_are_read_from_both_kinds_of_code() -> None:
     for name in ("ssdtrain_offload", "torch.ops.ssdtrain.offload.default"):
         code = private.WrappedCode(lambda inputs: inputs)
-        code.source_code = f"buf1 = {name}(buf0, [4, 1], 'mm', '{{}}', 0.1)\nbuf2 = other(buf0, [1, 4], 'mm')"
-        assert private.offload_strides_in(code, OFFLOAD) == {"mm": (4, 1)}
+        code.source_code = f"buf1 = {name}(buf0, [4, 1], 'name=mm;out_s=0.1|')\nbuf2 = other(buf0, [1, 4], 'mm')"
+        assert private.offload_strides_in(code, OFFLOAD) == {"name=mm;out_s=0.1|": (4, 1)}
 
 
 def test_what_others_read_is_a_tensor(engine: str) -> None:
@@ -75,7 +77,7 @@ def test_what_others_read_is_a_tensor(engine: str) -> None:
 
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.sigmoid(x @ x)
-        return torch.ops.ssdtrain.offload(y, y.stride(), "y", engine), y
+        return torch.ops.ssdtrain.offload(y, y.stride(), f"name=y|{engine}"), y
 
     x = torch.randn(8, 8)
     token, y = torch.compile(program, fullgraph=True)(x)
@@ -88,7 +90,7 @@ def test_what_others_read_is_a_tensor(engine: str) -> None:
 def test_nothing_but_objects_of_ours_goes_past_the_dispatcher(engine: str) -> None:
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.sigmoid(x @ x)
-        token = torch.ops.ssdtrain.release(torch.ops.ssdtrain.offload(y, y.stride(), "y", engine), y)
+        token = torch.ops.ssdtrain.release(torch.ops.ssdtrain.offload(y, y.stride(), f"name=y|{engine}"), y)
         layout = (y.size(), y.stride(), y.dtype, y.device)
         return torch.ops.ssdtrain.wait(torch.ops.ssdtrain.reload(token, *layout), *layout) * 2, y
 
@@ -99,9 +101,26 @@ def test_nothing_but_objects_of_ours_goes_past_the_dispatcher(engine: str) -> No
     assert torch.equal(result, y * 2)
 
 
+@pytest.mark.slow
+def test_cpp_code_can_call_the_ops(tmp_path: Path) -> None:
+    """Its compiler gets the arguments of the ops as they are: no string may contain a quote or a backslash."""
+    directory = tmp_path / "a \"drive\" \\ of 'mine'"
+    directory.mkdir()
+    model, batches = Layers(), [(torch.randn(8, 16),) for _ in range(2)]
+    config = OffloadConfig(policy="all", min_tensor_bytes=0, ssd_dir=str(directory), hardware=FAST_DISK)
+    before = settled_statistics()
+    with torch._inductor.config.patch(cpp_wrapper=True, fx_graph_cache=False):
+        expected = train(model, batches, backend="inductor")
+        found, codes = cast(Any, run_and_get_code)(train, model, batches, backend=backend(config))
+    assert_same_bits(found, expected)
+    assert len(codes) == 2
+    assert all(text in codes[0] for text in ("ssdtrain::offload", "ssdtrain::release"))
+    assert settled_statistics().since(before).reloads > 0
+
+
 def test_a_reloading_is_good_for_one_wait(engine: str) -> None:
     x = torch.randn(10)
-    token = ops.release(ops.offload(x, [1], "x", engine), x)
+    token = ops.release(ops.offload(x, [1], f"name=x|{engine}"), x)
     reloading = ops.reload(token, [10], [1])
     assert torch.equal(ops.wait(reloading), x)
     with pytest.raises(InternalError, match="another wait has already taken"):

@@ -55,6 +55,7 @@ __all__ = [
     "aot_autograd",
     "compile_apart",
     "empty_cpu",
+    "empty_strided_cpu",
     "fake_on",
     "functorch_config_patch",
     "graph_module",
@@ -169,16 +170,25 @@ def overwrites_saved_tensors() -> bool:
     return bool(cast(Any, config).donated_buffer)
 
 
+_empty_strided_cpu = cast(Any, torch._C)._dynamo.guards._empty_strided_cpu
+_reinterpret_tensor = cast(Any, torch._C)._dynamo.guards._reinterpret_tensor
+
+
 def reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
     """A new tensor on the memory of ``tensor``, from its start. To autograd it is not a view."""
     # torch 2.15 accepts only tuples.
-    return cast(Any, torch._C)._dynamo.guards._reinterpret_tensor(tensor, tuple(size), tuple(stride), 0)
+    return _reinterpret_tensor(tensor, tuple(size), tuple(stride), 0)
 
 
 def empty_cpu(byte_count: int) -> torch.Tensor:
     """Uninitialised bytes from torch's CPU allocator, as compiled code allocates them. ``torch.empty`` would fill them
     under deterministic algorithms."""
-    return cast(Any, torch._C)._dynamo.guards._empty_strided_cpu((byte_count,), (1,), torch.uint8)
+    return _empty_strided_cpu((byte_count,), (1,), torch.uint8)
+
+
+def empty_strided_cpu(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The same as a tensor with a layout."""
+    return _empty_strided_cpu(tuple(size), tuple(stride), dtype)
 
 
 def aot_autograd(

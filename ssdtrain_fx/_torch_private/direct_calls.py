@@ -4,9 +4,9 @@ Why: between two matrix products all caches are cold. A call through the dispatc
 does anything, and the tensor that represents a Python object costs 15 to 35 us more. So the values that only our ops
 read, the results of ``offload`` and ``reload``, are the objects themselves::
 
-    buf1 = ssdtrain_offload(buf0, [64, 1], 'mm', ...)    # an Owner
-    buf2 = ssdtrain_release(buf1, buf0)                  # a token, which autograd saves
-    buf3 = ssdtrain_reload(buf2, [8, 64], [64, 1])       # a Reloading
+    buf1 = ssdtrain_offload(buf0, [64, 1], 'name=mm;...')   # an Owner
+    buf2 = ssdtrain_release(buf1, buf0)                     # a token, which autograd saves
+    buf3 = ssdtrain_reload(buf2, [8, 64], [64, 1])          # a Reloading
     buf4 = ssdtrain_wait(buf3)
 
 The functions are in ``ssdtrain_fx.runtime.ops``. Generated code imports them itself, also when it comes from a cache.

@@ -211,7 +211,7 @@ def _run_in_step_memory() -> None:
 
 
 def offload_strides_in(code: OutputCode, offload: OpOverload) -> dict[str, tuple[int, ...]]:
-    """The strides that each ``offload(x, stride, name, ...)`` was compiled with, by name; read from generated Python.
+    """The strides that each ``offload(x, stride, site)`` was compiled with, by site; read from generated Python.
 
     Code from a cache was not lowered in this process, so only the code itself holds the strides. Symbolic strides are
     left out: Inductor does not change layouts under dynamic shapes.
@@ -224,10 +224,10 @@ def offload_strides_in(code: OutputCode, offload: OpOverload) -> dict[str, tuple
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in calls:
             try:
-                stride, name = ast.literal_eval(node.args[1]), ast.literal_eval(node.args[2])
+                stride, site = ast.literal_eval(node.args[1]), ast.literal_eval(node.args[2])
             except ValueError:
                 continue
-            strides[name] = tuple(stride)
+            strides[site] = tuple(stride)
     return strides
 
 

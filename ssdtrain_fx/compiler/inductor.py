@@ -206,14 +206,14 @@ class _CompileBothHalves:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
         # Both names are read before compiling, because Inductor rewrites the graph.
-        name_by_token = {release.name: _offload_name(release) for release in find(gm.graph, RELEASE)}
+        site_by_token = {release.name: _site_argument(release) for release in find(gm.graph, RELEASE)}
         for reload in find(gm.graph, RELOAD):
             token = reload.args[0]
             assert isinstance(token, fx.Node)
             if token.name in self.stride_by_token:
                 for node in (reload, *reload.users):
                     node.update_arg(2, list(self.stride_by_token[token.name]))
-        moves = bool(name_by_token or find(gm.graph, RELOAD))
+        moves = bool(site_by_token or find(gm.graph, RELOAD))
         makes_again = any(COPY_OF in node.meta for node in gm.graph.nodes)
         # Inductor would keep a dead buffer for reuse by a later one of the same size. It decides by its own estimate of
         # the peak, which does not include offloads.
@@ -223,18 +223,18 @@ class _CompileBothHalves:
                 planned_peak_bytes = gm.graph.output_node().meta[PLANNED_PEAK]
                 stack.enter_context(fusing_as_planned(frozenset(OPS), STORED, planned_peak_bytes))
             code = private.compile_fx_inner(gm, example_inputs, **kwargs)
-        if name_by_token:
+        if site_by_token:
             strides = private.offload_strides_in(code, OFFLOAD)
-            for token_name, name in name_by_token.items():
-                if name in strides:
-                    self.stride_by_token[token_name] = strides[name]
+            for token_name, site in site_by_token.items():
+                if site in strides:
+                    self.stride_by_token[token_name] = strides[site]
         if not self.fits:
             # Planned again in every process, so that every process logs the warning.
             private.keep_out_of_autograd_cache(code)
         return code
 
 
-def _offload_name(release: fx.Node) -> str:
+def _site_argument(release: fx.Node) -> str:
     offload = release.args[0]
     assert isinstance(offload, fx.Node) and isinstance(offload.args[2], str)
     return offload.args[2]

@@ -21,7 +21,7 @@ from ssdtrain_fx.passes.analysis.pose_problem import pose_problem
 from ssdtrain_fx.passes.decisions.plan_offloads import plan_offloads
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_alias_sets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
-from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, site_of
 from ssdtrain_fx.passes.planning.live_intervals import LiveInterval, memory_profile
 from ssdtrain_fx.passes.planning.plan import Plan
 from ssdtrain_fx.passes.rewrites.copy_out_views import copy_out_views
@@ -165,7 +165,7 @@ def _insert_offloads(joint: ScheduledJointGraph, config: OffloadConfig) -> PassR
 
 def _verify_offloads(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
     """Check every invariant of a graph with offloads."""
-    on_host = any(node.target is OFFLOAD and node.kwargs.get("host") for node in joint.graph.nodes)
+    on_host = any(node.target is OFFLOAD and site_of(node).host for node in joint.graph.nodes)
     verify_offloads(joint, host=config.host_tier(_hardware(joint, config)) if on_host else None)
     rows = tuple({"op": str(op), "nodes": sum(node.target is op for node in joint.graph.nodes)} for op in OPS)
     return PassResult(summary="every invariant holds", rows=rows)

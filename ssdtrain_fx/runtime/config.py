@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Literal
+
+from ssdtrain_fx.runtime.sites import changed_fields, from_text, to_text
 
 IOPath = Literal["auto", "posix", "aio", "kvikio"]
 
@@ -25,17 +26,12 @@ class EngineConfig:
 
     def to_argument(self) -> str:
         """The string that the compiled graph contains; it lists only values that differ from the defaults."""
-        changed = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        }
-        return json.dumps(changed, sort_keys=True)
+        return to_text(changed_fields(self))
 
     @classmethod
     def from_argument(cls, argument: str) -> EngineConfig:
         """Inverse of :meth:`to_argument`."""
-        values = json.loads(argument)
+        values = from_text(argument)
         if isinstance(values.get("ssd_dir"), list):
             values["ssd_dir"] = tuple(values["ssd_dir"])
         return cls(**values)

@@ -58,6 +58,7 @@ from ssdtrain_fx.runtime.policy.graph_runs import GraphRuns
 from ssdtrain_fx.runtime.policy.patience import Clock, Patience
 from ssdtrain_fx.runtime.policy.stalls import Stalls
 from ssdtrain_fx.runtime.shield import is_mine, shielded
+from ssdtrain_fx.runtime.sites import Site
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile, SpillFile
@@ -75,6 +76,35 @@ IDLE_POLL_S = 0.05
 AFTER_FAILURE_S = 1.0
 """How long ``close`` waits for the next transfer to end after an unexpected exception, such as that of a device that
 answers no more."""
+
+
+class Recipe:
+    """What one call site of ``offload`` needs, and what it has learned about its tensor."""
+
+    __slots__ = ("byte_count", "dtype", "engine", "lane", "site", "size", "stride")
+
+    def __init__(self, engine: Engine, site: Site) -> None:
+        self.engine = engine
+        self.site = site
+        self.lane: Lane | None = None
+        """Set once a CPU tensor was moved as it is; the others then describe it."""
+        self.size: tuple[int, ...] = ()
+        self.stride: tuple[int, ...] = ()
+        self.dtype = torch.uint8
+        self.byte_count = 0
+
+    def learn(self, lane: Lane, x: Tensor, byte_count: int) -> None:
+        self.lane, self.size, self.stride, self.dtype, self.byte_count = lane, x.size(), x.stride(), x.dtype, byte_count
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether ``x`` looks like the tensor that was moved last."""
+        return (
+            x.is_cpu
+            and self.size == x.size()
+            and self.stride == x.stride()
+            and self.dtype is x.dtype
+            and not x.is_neg()  # complex tensors are never learned
+        )
 
 
 class Engine:
@@ -142,20 +172,10 @@ class Engine:
 
     # -- the ops -------------------------------------------------------------------------------------------------------
 
-    def offload(
-        self,
-        x: Tensor,
-        name: str,
-        *,
-        out_s: float | None = None,
-        back_s: float | None = None,
-        graph_name: str = "",
-        external: bool = False,
-        host: bool = False,
-        reload_order: int | None = None,
-        stall_s: float = 0.0,
-    ) -> Owner:
+    def offload(self, x: Tensor, recipe: Recipe | str, **plan: Any) -> Owner:
         """Start moving ``x`` to the file. ``x`` must stay allocated and unwritten until :meth:`release` returns.
+
+        Instead of a ``recipe``, give the name of its :class:`Site`, and what else that contains as keywords.
 
         ``out_s`` is the planned time from ``offload`` to ``release``, and ``back_s`` that from ``reload`` to ``wait``;
         None: unknown. ``stall_s`` of both together is planned waiting. If moving ``x`` would stall the step for longer,
@@ -172,20 +192,35 @@ class Engine:
         lowest first. None: unknown.
         """
         ledger = self._ledger
+        if isinstance(recipe, str):
+            recipe = Recipe(self, Site(name=recipe, **plan))
+        site = recipe.site
+        name = site.name
         if x.layout is not torch.strided:
             raise InternalError(f"offload({name!r}): expected a strided tensor, got layout {x.layout}")
-        lane = self._lane("cpu" if x.is_cpu else x.device.type)
-        source = movable(x.detach() if x.requires_grad else x)
-        byte_count = span_bytes(source)
+        source = x.detach() if x.requires_grad else x
+        lane = recipe.lane
+        if lane is not None and recipe.fits(x):
+            byte_count = recipe.byte_count
+        else:
+            lane = self._lane("cpu" if x.is_cpu else x.device.type)
+            moved = movable(source)
+            byte_count = span_bytes(moved)
+            if moved is source and x.is_cpu and not x.dtype.is_complex:
+                recipe.learn(lane, x, byte_count)
+            source = moved
         content = None
-        if external and byte_count and x.is_cpu:
+        if site.external and byte_count and x.is_cpu:
             content = content_of(x, Region(source, byte_count))
             known = self._find_external(content, name)
             if known is not None:
                 return known
-        entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
-        entry.host, entry.reload_order = host and lane.has_host_tier, reload_order
-        if lane.writes_from_source(entry):
+        entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device) if lane.mover.enqueues else None)
+        if site.host and lane.has_host_tier:
+            entry.host = True
+        if site.reload_order is not None:
+            entry.reload_order = site.reload_order
+        if byte_count >= lane.from_source_bytes:
             entry.cut_at_pages()
         handle = next(self._handles)
         owner = Owner(self, handle, ledger.note_death)
@@ -193,25 +228,25 @@ class Engine:
         entry.owner.handle = handle
         with ledger.lock, ledger.change:
             ledger.begin_op(name)
-            unplanned_s = self._stalls.predict_s(lane, entry, out_s, back_s)
+            unplanned_s = self._stalls.predict_s(lane, entry, site.out_s, site.back_s)
             if unplanned_s:  # earlier transfers may have finished unnoticed
                 lane.make_progress()
-                unplanned_s = self._stalls.predict_s(lane, entry, out_s, back_s)
+                unplanned_s = self._stalls.predict_s(lane, entry, site.out_s, site.back_s)
             moves = byte_count == 0 or ledger.admission.admits(unplanned_s)
-            if graph_name:
-                self._runs.add(entry, handle, graph_name)
+            if site.graph_name:
+                self._runs.add(entry, handle, site.graph_name)
             if moves:
                 if unplanned_s:
                     ledger.admission.charge(unplanned_s)
-                if unplanned_s or stall_s:
-                    entry.prepaid_s = unplanned_s + stall_s
+                if unplanned_s or site.stall_s:
+                    entry.prepaid_s = unplanned_s + site.stall_s
                 ledger.enter(handle, entry, lane.direct_chunk_bytes if entry.from_source else lane.chunk_bytes)
                 lane.enlist_copies(entry)
             else:
                 ledger.enter_resident(handle, entry)
             if content is not None:
                 self._external.add(content, handle, ledger.entries.__contains__)
-        if moves:
+        if moves and lane.mover.enqueues:
             lane.begin_copies()
         ledger.tidy()
         return owner
@@ -228,7 +263,7 @@ class Engine:
         graph run that have not left memory yet. The engine holds ``x`` until every byte has left.
         """
         ledger = self._ledger
-        entry = self._entry("release", owner)
+        entry = ledger.entries.get(owner.handle) or self._entry("release", owner)
         source = entry.source
         if (source is None or source.tensor is not x) and (
             x.data_ptr() != entry.address or not same_layout(entry.size, entry.stride, x.stride())
@@ -238,7 +273,7 @@ class Engine:
                 f"got one at {entry.address:#x} with strides {entry.stride}. The compiler passed a copy to one of "
                 "them, so the memory of the other one may already hold other data."
             )
-        lane = self._lane_of(entry)
+        lane = self._lanes[entry.device.type]
         with ledger.lock, ledger.change:
             ledger.begin_op(entry.name)
             if entry.uncopied:
@@ -281,7 +316,7 @@ class Engine:
         ``stride``, ``dtype`` and ``device`` default to those of the offloaded tensor.
         """
         ledger = self._ledger
-        entry = self._entry("reload", owner)
+        entry = ledger.entries.get(owner.handle) or self._entry("reload", owner)
         stride = entry.stride if stride is None else tuple(stride)
         if tuple(size) != entry.size or not (
             (dtype is None or dtype == entry.dtype) and (device is None or device.type == entry.device.type)
@@ -294,7 +329,7 @@ class Engine:
             device = entry.device
         if entry.stays:
             return self._reload_from_memory(entry, stride)
-        lane = self._lane_of(entry)
+        lane = self._lanes[entry.device.type]
         if entry.ahead is not None:
             y = self._take_ahead(entry, tuple(stride), device, lane)
             if y is not None:
@@ -307,11 +342,12 @@ class Engine:
             temporary = lane.allocate(entry, entry.stored_stride, device)
         if y.device != entry.device:
             raise InternalError(f"reload({entry.name!r}) asks for {y.device}; offload got {entry.device}.")
-        fill = Fill(entry, y, temporary, lane.mover.mark(y.device))
+        fill = Fill(entry, y, temporary, lane.mover.mark(y.device) if lane.mover.enqueues else None)
         with ledger.lock, ledger.change:
             ledger.begin_op(entry.name)
             ledger.counters.reloads += 1
-            self._runs.reloaded(entry)
+            if entry.run is not None:
+                self._runs.reloaded(entry)
             entry.reloaded = True
             if entry.byte_count:
                 entry.fills[y.data_ptr()] = fill
@@ -325,7 +361,7 @@ class Engine:
         Call :meth:`hand_over` before writing to ``y``.
         """
         ledger = self._ledger
-        entry = self._entry("wait", owner)
+        entry = ledger.entries.get(owner.handle) or self._entry("wait", owner)
         if entry.byte_count == 0:
             return
         address = y.data_ptr()
@@ -337,22 +373,24 @@ class Engine:
                 f"wait({entry.name!r}) got a tensor at address {address:#x}, which no reload returned: the compiler "
                 "passed a copy, which is never filled."
             )
-        lane = self._lane_of(entry)
+        lane = self._lanes[entry.device.type]
         with ledger.lock, ledger.change:
             if fill.unissued:
                 lane.make_progress()
-        error = self._stalls.wait_until_filled(lane, fill) if fill.unissued else fill.error
+            is_ready = not fill.unissued and fill.error is None and not fill.marks and fill.temporary is None
+            next_entries = self._note_filled(entry, address) if is_ready else []
+        if not is_ready:
+            error = self._stalls.wait_until_filled(lane, fill) if fill.unissued else fill.error
+            if error is not None:
+                ledger.tidy()
+                raise lost(entry, self._file.path, error) from error
+            for mark in fill.marks:
+                lane.mover.wait_stream(mark, entry.device)
+            if fill.temporary is not None:
+                copy_elements(fill.temporary, y)
+            with ledger.lock, ledger.change:
+                next_entries = self._note_filled(entry, address)
         ledger.tidy()
-        if error is not None:
-            raise lost(entry, self._file.path, error) from error
-        for mark in fill.marks:
-            lane.mover.wait_stream(mark, entry.device)
-        if fill.temporary is not None:
-            copy_elements(fill.temporary, y)
-        with ledger.lock, ledger.change:
-            entry.waited_addresses.add(address)
-            entry.fills.pop(address, None)
-            next_entries = self._runs.waited(entry)
         for next_entry in next_entries:
             self._begin_ahead(next_entry)
 
@@ -600,6 +638,13 @@ class Engine:
                 entry.run = None  # two graphs reload it, so it says nothing about their order
         ledger.tidy()
         return owner
+
+    def _note_filled(self, entry: Entry, address: int) -> list[Entry]:
+        """Record that backward has received the tensor at ``address``. Returns the entries to read ahead now. Needs the
+        lock."""
+        entry.waited_addresses.add(address)
+        entry.fills.pop(address, None)
+        return [] if entry.run is None else self._runs.waited(entry)
 
     def _begin_ahead(self, entry: Entry) -> None:
         """Begin to reload ``entry`` before backward requests it. If that is not possible, :meth:`reload` does it."""

@@ -31,9 +31,10 @@ from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.engine import Engine, Recipe
 from ssdtrain_fx.runtime.handles.tokens import Owner, handle_of
 from ssdtrain_fx.runtime.shield import in_background, shielded
+from ssdtrain_fx.runtime.sites import Site
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.trace import Trace
 
@@ -54,6 +55,8 @@ class Engines:
         self._open_engine = open_engine
         self._lock = threading.RLock()
         self._by_argument: dict[str, Engine] = {}
+        self.recipes: dict[str, Recipe] = {}
+        """By site: what :meth:`at` has returned. Read it first; another call costs more with cold caches."""
         self._by_config: dict[EngineConfig, Engine] = {}
         self._retired: list[Engine] = []
         """Engines that serve no op any more and were not closed completely."""
@@ -88,6 +91,18 @@ class Engines:
                 engine.trace = self._trace
             self._by_argument[argument] = engine
         return engine
+
+    def at(self, argument: str) -> Recipe:
+        """The recipe for ``Site.from_argument(argument)``, with its engine."""
+        site = Site.from_argument(argument)
+        engine = self.open(site.engine)
+        with self._lock:
+            recipe = self.recipes.get(argument)
+            if recipe is None or recipe.engine is not engine:
+                recipe = Recipe(engine, site)
+                if self._by_argument.get(site.engine) is engine:  # it has not been closed meanwhile
+                    self.recipes[argument] = recipe
+        return recipe
 
     def owner_of(self, token: Tensor) -> Owner:
         """The owner that ``token`` holds a share of."""
@@ -161,6 +176,7 @@ class Engines:
         with self._lock:
             self._retired += self._by_config.values()
             self._by_argument = {}
+            self.recipes = {}
             self._by_config = {}
             self._closed_at = next(self._handles)
         self._close_retired(timeout_s)
@@ -187,6 +203,7 @@ class Engines:
             engine.forget_after_fork()  # a reloading that has not been waited for leads to it
             self._inherited.append(engine)  # never destroyed, so none of their code runs here
         self._by_argument = {}
+        self.recipes = {}
         self._by_config = {}
         self._retired = []
         self._trace = None

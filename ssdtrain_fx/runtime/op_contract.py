@@ -4,23 +4,19 @@ Graphs are rewritten and traced with this alone. :mod:`ssdtrain_fx.runtime.ops` 
 
 ::
 
-    forward    token  = ssdtrain.offload(x, stride, name, engine, ...)         # starts moving x out
-               token1 = ssdtrain.release(token, x, deferred, exclusive)    # x may be reused from here on
+    forward    token  = ssdtrain.offload(x, stride, site)                       # starts moving x out
+               token1 = ssdtrain.release(token, x, deferred, exclusive)     # x may be reused from here on
     backward   ticket = ssdtrain.reload(token1, size, stride, dtype, device)   # allocates y and starts to fill it
                y      = ssdtrain.wait(ticket, size, stride, dtype, device)     # y may be read
 
 The token is a CPU tensor of 8 bytes. It owns the offloaded data: when the last token of an offload dies, its slot is
 recycled. ``stride`` of ``offload`` is a record for readers of the graph; the runtime uses the layout of the tensor it
 gets. ``stride`` and ``dtype`` of ``reload`` and ``wait`` may be None in graphs that are not traced again: they default
-to those of the offloaded tensor. ``out_s`` and ``back_s`` are the seconds that the plan expects between ``offload`` and
-``release``, and between ``reload`` and ``wait``: what the disk cannot move in that time stays in memory. ``stall_s`` is
-how much of that time the plan spends waiting. ``host`` keeps a CUDA tensor in pinned host memory. ``reload_order`` is
-the position of ``x`` in the order in which backward reloads the tensors of its graph.
+to those of the offloaded tensor. ``site`` is a :class:`ssdtrain_fx.runtime.sites.Site` as a string: the name of ``x``,
+what the plan expects, and the engine.
 
-``graph_name`` is the name of the graph within a chain of graphs. An ``external`` tensor comes from outside the graph
-and its caller holds it. Memory is ``exclusive`` if nobody else holds or writes it. A ``deferred`` release does not wait
-for ``x``: the engine holds it until its bytes have left. See :meth:`ssdtrain_fx.runtime.engine.Engine.offload`,
-``release`` and ``reload``.
+Memory is ``exclusive`` if nobody else holds or writes it. A ``deferred`` release does not wait for ``x``: the engine
+holds it until its bytes have left. See :meth:`ssdtrain_fx.runtime.engine.Engine.release`.
 
 Guarantees: everything the ops need is in their arguments, so a graph from a cache runs in a process that made no plan.
 """
@@ -39,11 +35,7 @@ from ssdtrain_fx.errors import ConfigError
 _tags = tuple(getattr(torch.Tag, name) for name in ("flexible_layout", "cudagraph_unsafe") if hasattr(torch.Tag, name))
 
 LIBRARY = torch.library.Library("ssdtrain", "DEF")
-LIBRARY.define(
-    "offload(Tensor x, SymInt[] stride, str name, str engine, float? out_s=None, float? back_s=None, "
-    "str graph_name='', bool external=False, bool host=False, int? reload_order=None, float stall_s=0.0) -> Tensor",
-    tags=_tags,
-)
+LIBRARY.define("offload(Tensor x, SymInt[] stride, str site) -> Tensor", tags=_tags)
 LIBRARY.define("release(Tensor token, Tensor x, bool deferred=False, bool exclusive=False) -> Tensor", tags=_tags)
 LIBRARY.define(
     "reload(Tensor token, SymInt[] size, SymInt[]? stride, ScalarType? dtype, Device device) -> Tensor", tags=_tags

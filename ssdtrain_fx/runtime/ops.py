@@ -33,35 +33,14 @@ os.register_at_fork(after_in_child=_engines.forget_after_fork)
 atexit.register(_engines.close, timeout_s=EXIT_TIMEOUT_S)
 
 
-def offload(
-    x: Tensor,
-    stride: Sequence[int],
-    name: str,
-    engine: str,
-    out_s: float | None = None,
-    back_s: float | None = None,
-    graph_name: str = "",
-    external: bool = False,
-    host: bool = False,
-    reload_order: int | None = None,
-    stall_s: float = 0.0,
-) -> Owner:
+def offload(x: Tensor, stride: Sequence[int], site: str) -> Owner:
     """The op, called without the dispatcher. It returns the owner instead of a token."""
-    return _engines.open(engine).offload(
-        x,
-        name,
-        out_s=out_s,
-        back_s=back_s,
-        graph_name=graph_name,
-        external=external,
-        host=host,
-        reload_order=reload_order,
-        stall_s=stall_s,
-    )
+    recipe = _engines.recipes.get(site) or _engines.at(site)
+    return recipe.engine.offload(x, recipe)
 
 
-def _offload(x: Tensor, *rest: Any, **keywords: Any) -> Tensor:
-    return make_token(offload(x, *rest, **keywords))
+def _offload(x: Tensor, stride: Sequence[int], site: str) -> Tensor:
+    return make_token(offload(x, stride, site))
 
 
 def release(owner: Owner, x: Tensor, deferred: bool = False, exclusive: bool = False) -> Tensor:

@@ -23,7 +23,7 @@ from ssdtrain_fx.passes.rewrites.insert_offloads import insert_offloads
 from ssdtrain_fx.passes.rewrites.verify_offloads import verify_offloads
 from ssdtrain_fx.testing.capture import CapturedStep
 
-_ENGINE = "{}"
+_ENGINE = ""
 """The engine with all defaults: its spill file is unnamed, in the temporary directory."""
 _NO_LIMIT = 1e30
 """Bytes per second of a transfer that takes no time."""

@@ -33,7 +33,7 @@ def test_round_trip(engine: str) -> None:
     x = torch.randn(100, 50).t()
     expected = x.clone()
     before = runtime.statistics()
-    token = ops.release(ops.offload(x, x.stride(), "x", engine), x)
+    token = ops.release(ops.offload(x, x.stride(), f"name=x|{engine}"), x)
     x.zero_()
     first, second = fetch(token, x), fetch(token, x)
     assert torch.equal(first, expected)
@@ -45,7 +45,7 @@ def test_round_trip(engine: str) -> None:
 
 def test_of_cpu_tensors_the_host_tier_takes_none(engine: str) -> None:
     x = torch.randn(10)
-    token = ops.release(ops.offload(x, x.stride(), "x", engine, host=True, reload_order=3), x)
+    token = ops.release(ops.offload(x, x.stride(), f"name=x;host=true;reload_order=3|{engine}"), x)
     owner = runtime._engines.owner_of(token)
     entry = owner.engine.find_entry(owner)
     assert entry is not None
@@ -55,7 +55,7 @@ def test_of_cpu_tensors_the_host_tier_takes_none(engine: str) -> None:
 
 def test_a_ticket_is_good_for_one_wait(engine: str) -> None:
     x = torch.randn(10)
-    token = ops.release(ops.offload(x, x.stride(), "x", engine), x)
+    token = ops.release(ops.offload(x, x.stride(), f"name=x|{engine}"), x)
     ticket = ops.reload(token, x.size(), x.stride(), x.dtype, x.device)
     ops.wait(ticket, x.size(), x.stride(), x.dtype, x.device)
     with pytest.raises(InternalError, match="ticket with number"):
@@ -69,7 +69,7 @@ def test_a_token_that_no_engine_made_is_refused() -> None:
 
 def test_a_copied_token_is_good_while_the_original_lives(engine: str) -> None:
     x = torch.randn(10)
-    token = ops.release(ops.offload(x, x.stride(), "x", engine), x)
+    token = ops.release(ops.offload(x, x.stride(), f"name=x|{engine}"), x)
     copied = token.clone()
     assert torch.equal(fetch(copied, x), x)
     del token
@@ -121,7 +121,7 @@ def test_fakes_with_symbolic_sizes() -> None:
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         rows = mode.shape_env.create_unbacked_symint()  # type: ignore[union-attr]
         x = torch.empty_strided((6, 4), (1, 6), dtype=torch.bfloat16)
-        token = ops.release(ops.offload(x, x.stride(), "x", "{}"), x)
+        token = ops.release(ops.offload(x, x.stride(), "name=x|"), x)
         assert (token.shape, token.dtype, token.device.type) == ((1,), torch.int64, "cpu")
         ticket = ops.reload(token, (rows, 4), (4, 1), torch.bfloat16, torch.device("cpu"))
         y = ops.wait(ticket, (rows, 4), (4, 1), torch.bfloat16, torch.device("cpu"))
@@ -132,7 +132,7 @@ def test_fakes_with_symbolic_sizes() -> None:
 def test_traces_into_a_graph_and_runs_from_it(engine: str) -> None:
     def program(x: Tensor) -> Tensor:
         y = x * 2
-        token = ops.release(ops.offload(y, y.stride(), "mul", engine), y)
+        token = ops.release(ops.offload(y, y.stride(), f"name=mul|{engine}"), y)
         z = fetch(token, y)
         return z + 1
 
@@ -150,7 +150,7 @@ def test_tags() -> None:
 def test_a_ticket_that_is_never_used_frees_its_tensor(engine: str) -> None:
     """Backward may raise between reload and wait."""
     x = torch.randn(10)
-    token = ops.release(ops.offload(x, x.stride(), "x", engine), x)
+    token = ops.release(ops.offload(x, x.stride(), f"name=x|{engine}"), x)
     before = runtime.statistics().slots_in_use
     ticket = ops.reload(token, x.size(), x.stride(), x.dtype, x.device)
     del token

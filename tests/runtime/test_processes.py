@@ -21,7 +21,7 @@ ops = torch.ops.ssdtrain
 engine = EngineConfig(ssd_dir=sys.argv[1]).to_argument()
 
 def offload(x):
-    return ops.release(ops.offload(x, x.stride(), "x", engine), x)
+    return ops.release(ops.offload(x, x.stride(), "name=x|" + engine), x)
 
 def fetch(token, x):
     ticket = ops.reload(token, x.size(), x.stride(), x.dtype, x.device)
@@ -65,7 +65,7 @@ def run(script: str, directory: Path) -> tuple[int, str, str]:
 def test_exit_with_transfers_in_flight(tmp_path: Path, ending: str, code: int) -> None:
     script = f"""
         tokens = [offload(x) for _ in range(3)]
-        token = ops.offload(x, x.stride(), "x", engine)
+        token = ops.offload(x, x.stride(), "name=x|" + engine)
         ticket = ops.reload(tokens[0], x.size(), x.stride(), x.dtype, x.device)
         {ending}
     """
@@ -357,7 +357,7 @@ def test_a_fork_disturbs_no_transfer(tmp_path: Path, io: str) -> None:
         other = torch.zeros(100_000)
         for number in range(10):
             z = x + number
-            token = ops.offload(z, z.stride(), "x", engine)
+            token = ops.offload(z, z.stride(), "name=x|" + engine)
             fork()
             token = ops.release(token, z)
             runtime._engines.open(engine).wait_until_idle()

@@ -228,7 +228,7 @@ def test_recording_ends_with_the_block(engine: Engine, tmp_path: Path) -> None:
 def step_through_ops(ssd_dir: str) -> None:
     argument = EngineConfig(ssd_dir=ssd_dir).to_argument()
     x = torch.arange(4096.0)
-    token = torch.ops.ssdtrain.release(torch.ops.ssdtrain.offload(x, x.stride(), "tanh", argument), x)
+    token = torch.ops.ssdtrain.release(torch.ops.ssdtrain.offload(x, x.stride(), f"name=tanh|{argument}"), x)
     layout = (x.size(), x.stride(), x.dtype, x.device)
     assert torch.equal(torch.ops.ssdtrain.wait(torch.ops.ssdtrain.reload(token, *layout), *layout), x)
 

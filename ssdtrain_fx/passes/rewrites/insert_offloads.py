@@ -39,6 +39,7 @@ from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
 from ssdtrain_fx.passes.planning.plan import Offload, Plan
 from ssdtrain_fx.passes.planning.transfer_problem import Step
+from ssdtrain_fx.runtime.sites import Site
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -156,16 +157,18 @@ def _insert_offload(
     chain.size = as_arguments(value.shape, torch.ops.aten.sym_size.int)
     chain.stride = as_arguments(value.stride(), torch.ops.aten.sym_stride.int)
     # The strides are empty here. The compiler fills them in when it chooses the layout of the source.
-    arguments: tuple[Argument, ...] = (source, [], source.name, engine, chain.decision.out_s, chain.decision.back_s)
-    if graph_name:
-        arguments += (graph_name, chain.candidate.storage.is_input)
-    # As keywords: a reader of the graph looks for these, and few offloads have them.
-    keywords: dict[str, Argument] = {"host": True} if chain.decision.tier == "host" else {}
-    if chain.reload_order is not None:
-        keywords["reload_order"] = chain.reload_order
-    if chain.decision.stall_s:
-        keywords["stall_s"] = chain.decision.stall_s
-    chain.token = graph.call_function(OFFLOAD, arguments, keywords)
+    site = Site(
+        name=source.name,
+        out_s=chain.decision.out_s,
+        back_s=chain.decision.back_s,
+        stall_s=chain.decision.stall_s,
+        graph_name=graph_name,
+        external=bool(graph_name) and chain.candidate.storage.is_input,
+        host=chain.decision.tier == "host",
+        reload_order=chain.reload_order,
+        engine=engine,
+    )
+    chain.token = graph.call_function(OFFLOAD, (source, [], site.to_argument()))
     _annotate(chain.token, source, _fake_token(value))
 
 

@@ -26,7 +26,7 @@ from torch.fx.node import map_arg
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, Storage, find_alias_sets, find_written_storages, storages_of
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
-from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find, site_of
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier
 
 
@@ -52,7 +52,7 @@ def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None)
         storage = _storage_of(source, alias_sets, offload)
         if positions[offload] > marker:
             _fail(offload, "the offload is in backward; expected it in forward")
-        if storage.is_input != (offload.args[7:] == (True,)) or storage.idx in held:
+        if storage.is_input != site_of(offload).external or storage.idx in held:
             _fail(offload, "the offloaded storage is held outside the graph")
         if storage.idx in written:
             _fail(offload, "the offloaded storage is written in place")
@@ -106,7 +106,7 @@ def _verify_host_tier(joint: ScheduledJointGraph, alias_sets: AliasSets, host: H
     """Replay the graph: an offload takes room in the tier, and its wait returns it."""
     held: dict[fx.Node, int] = {}
     for node in joint.graph.nodes:
-        if node.target is OFFLOAD and node.kwargs.get("host"):
+        if node.target is OFFLOAD and site_of(node).host:
             if host is None:
                 _fail(node, "offloads to the host tier, but there is none")
             held[node] = host.held_bytes(_storage_of(node.args[0], alias_sets, node).hint_bytes)
@@ -119,9 +119,9 @@ def _verify_host_tier(joint: ScheduledJointGraph, alias_sets: AliasSets, host: H
 def _verify_reload_orders(graph: fx.Graph) -> None:
     """Check the order of reloads. If a storage is reloaded twice, its first reload counts."""
     offloads = list(dict.fromkeys(map(_offload_of, find(graph, RELOAD))))
-    said = [offload.kwargs.get("reload_order") for offload in offloads]
+    said = [site_of(offload).reload_order for offload in offloads]
     if any(order is not None for order in said) and said != list(range(len(offloads))):
-        wrong = next(offload for order, offload in enumerate(offloads) if offload.kwargs.get("reload_order") != order)
+        wrong = next(offload for order, offload in enumerate(offloads) if said[order] != order)
         _fail(wrong, f"has a wrong reload_order: it is reloaded as number {offloads.index(wrong)}, counted from 0")
 
 

@@ -83,22 +83,23 @@ class _Transfer:
     """Moves the pages of one chunk between the memory at ``address`` and the file. ``fill`` is set for reads,
     ``buffer`` for writes from staging."""
 
-    done = 0
-    began_ns = 0
-    timed: Transfer | None = None
-    """Set while the request is in flight."""
+    __slots__ = ("address", "began_ns", "buffer", "chunk", "done", "fill", "offset", "opcode", "timed", "total")
 
     def __init__(self, chunk: Chunk, address: int, fill: Fill | None, buffer: StagingBuffer | None) -> None:
-        slot = chunk.entry.slot
+        entry, lead_bytes = chunk.entry, len(chunk.leading)
+        slot = entry.slot
         assert slot is not None
         self.chunk = chunk
         self.fill = fill
         self.buffer = buffer
         self.opcode = WRITE if fill is None else READ
-        start, length = chunk.pages
-        self.address = address + len(chunk.leading)
-        self.offset = slot.offset_bytes + start
-        self.total = round_up(length)
+        self.address = address + lead_bytes
+        self.offset = slot.offset_bytes + chunk.start + lead_bytes - entry.lead_bytes
+        self.total = round_up(chunk.length - lead_bytes - len(chunk.trailing))
+        self.done = 0
+        self.began_ns = 0
+        self.timed: Transfer | None = None
+        """Set while the request is in flight."""
 
 
 class AioLane(Lane):
@@ -121,7 +122,7 @@ class AioLane(Lane):
         self.io_path += ", native AIO"
         self.direct_chunk_bytes = direct_chunk_bytes
         self.planned_staging_bytes = 0
-        self._from_source_bytes = max(from_source_bytes, 2 * ALIGNMENT_BYTES)  # contains a whole page
+        self.from_source_bytes = max(from_source_bytes, 2 * ALIGNMENT_BYTES)  # contains a whole page
         self._reads: collections.deque[_Transfer] = collections.deque()
         self._copies: collections.deque[Chunk] = collections.deque()
         self._writes: collections.deque[_Transfer] = collections.deque()
@@ -148,13 +149,10 @@ class AioLane(Lane):
     def release_idle(self) -> None:
         self._tensor_memory.release_idle()
 
-    def writes_from_source(self, entry: Entry) -> bool:
-        return entry.byte_count >= self._from_source_bytes
-
     def enlist_copies(self, entry: Entry) -> None:
         if self._has_backlog or not (entry.from_source or self.pool.available):
             self._reap()
-        if entry.from_source:
+        if entry.lead_bytes or entry.trail_bytes:
             assert entry.source is not None
             self._set_edges_aside(entry, entry.source)
         if entry.from_source and not (self._reads or self._writes or self._copies):
@@ -363,7 +361,8 @@ class AioLane(Lane):
         if len(in_flight) >= aio.depth:
             return False
         chunk, done, is_write = transfer.chunk, transfer.done, transfer.fill is None
-        if done == 0 and chunk.entry.unneeded_on_disk:
+        entry = chunk.entry
+        if done == 0 and (entry.dead or entry.stays):
             self._abandon(transfer)
             return True
         error = ledger.file.grow(transfer.offset + transfer.total) if is_write else None
@@ -418,12 +417,13 @@ class AioLane(Lane):
             else:
                 found_s, busy_with = end_s, self.busy_with if transfer.total < BUSY_BYTES else 1
             ledger.traffic.end(timed, max(0, result), found_s, busy_with=busy_with)
-            self._answer(transfer, result)
+            if result == transfer.total - transfer.done:
+                self._finish(transfer, None)
+            else:
+                self._retry(transfer, result)
 
-    def _answer(self, transfer: _Transfer, result: int) -> None:
-        if result == transfer.total - transfer.done:
-            self._finish(transfer, None)
-            return
+    def _retry(self, transfer: _Transfer, result: int) -> None:
+        """Move the bytes that a request has left, or end it with its error."""
         is_read = transfer.fill is not None
         try:
             if result < 0:
@@ -449,7 +449,8 @@ class AioLane(Lane):
                 kept = keep_bytes(self._address_of(chunk), chunk.length)
                 ledger.note_write_error(error)
             self._leave_memory(transfer)
-            self._trace("write", chunk, transfer.began_ns, error, asynchronous=True)
+            if ledger.trace is not None:
+                self._trace("write", chunk, transfer.began_ns, error, asynchronous=True)
             self._written(chunk, kept)
             return
         failure: Exception | None = error
@@ -466,7 +467,8 @@ class AioLane(Lane):
             ledger.counters.bytes_read += chunk.length
         else:
             fill.fail(failure)
-        self._trace("read", chunk, transfer.began_ns, failure, asynchronous=True)
+        if ledger.trace is not None:
+            self._trace("read", chunk, transfer.began_ns, failure, asynchronous=True)
         self._read_is_over(fill, chunk)
 
     def _abandon(self, transfer: _Transfer) -> None:

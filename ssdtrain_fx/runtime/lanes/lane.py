@@ -7,6 +7,7 @@ There are two kinds. :mod:`ssdtrain_fx.runtime.lanes.thread_lane` has its own th
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +34,8 @@ class Lane(abc.ABC):
     """Bytes may stay in its staging buffers, because tensors live in other memory."""
     has_stopped = False
     """It was closed, and moves no byte any more."""
+    from_source_bytes = math.inf
+    """Tensors of at least this size are written straight from their memory, without staging."""
     busy_with = 2
     """The number of transfers in one direction that keeps the disk busy."""
 
@@ -65,10 +68,6 @@ class Lane(abc.ABC):
     @property
     def will_read_ahead(self) -> bool:
         """Whether a thread of the lane is about to read ahead. Needs the lock."""
-        return False
-
-    def writes_from_source(self, entry: Entry) -> bool:
-        """Whether the bytes of ``entry`` are written straight from the tensor, without staging."""
         return False
 
     @abc.abstractmethod

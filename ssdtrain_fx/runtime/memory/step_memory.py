@@ -21,9 +21,10 @@ import logging
 import os
 import resource
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from ssdtrain_fx import _torch_private
@@ -203,6 +204,15 @@ def allocate_block(byte_count: int) -> Tensor | None:
     block = _torch_private.empty_cpu(max(round_up(byte_count), MIN_BYTES))
     # If the system grants the arena no memory, the block is from the heap.
     return block if block.data_ptr() % ALIGNMENT_BYTES == 0 else None
+
+
+def allocate_on_pages(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, byte_count: int) -> Tensor | None:
+    """Allocate a tensor that fills ``byte_count`` bytes of whole pages; None outside of compiled code."""
+    library = step_memory._library
+    if library is None or byte_count < MIN_BYTES or not library.is_inside():
+        return None
+    tensor = _torch_private.empty_strided_cpu(size, stride, dtype)
+    return tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else None
 
 
 def memory_stats() -> MemoryStats:

@@ -32,7 +32,7 @@ from ssdtrain_fx import _torch_private
 from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES, round_up
 from ssdtrain_fx.runtime.memory.raw_memory import RawMemory
 from ssdtrain_fx.runtime.memory.staging import HUGE_PAGE_BYTES
-from ssdtrain_fx.runtime.memory.step_memory import allocate_block
+from ssdtrain_fx.runtime.memory.step_memory import allocate_block, allocate_on_pages
 from ssdtrain_fx.runtime.shield import is_mine
 
 IDLE_BYTES = 96 << 20
@@ -92,6 +92,10 @@ class TensorMemory:
 
         A page begins ``lead_bytes`` (less than a page) after the start of the tensor.
         """
+        if lead_bytes == 0 and byte_count % ALIGNMENT_BYTES == 0:
+            tensor = allocate_on_pages(size, stride, dtype, byte_count)
+            if tensor is not None:
+                return tensor
         skip_bytes = -lead_bytes % ALIGNMENT_BYTES
         block = allocate_block(skip_bytes + byte_count)
         if block is not None:

@@ -46,9 +46,13 @@ class Stalls:
         if out_s is not None:
             staging_bytes = 0 if entry.from_source else lane.staging_bytes
             unstaged_bytes = counters.unwritten_bytes + counters.held_bytes + entry.byte_count - staging_bytes
-            stall_s += max(0.0, unstaged_bytes * meters[Direction.WRITE].s_per_byte - out_s)
+            late_s = unstaged_bytes * meters[Direction.WRITE].s_per_byte - out_s
+            if late_s > 0:
+                stall_s += late_s
         if back_s is not None and not entry.host:
-            stall_s += max(0.0, entry.byte_count * meters[Direction.READ].s_per_byte - back_s)
+            late_s = entry.byte_count * meters[Direction.READ].s_per_byte - back_s
+            if late_s > 0:
+                stall_s += late_s
         return stall_s
 
     def wait_until_copied(self, lane: Lane, entry: Entry, awaited: Sequence[Entry]) -> None:

@@ -20,7 +20,7 @@ from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes import pipeline
 from ssdtrain_fx.passes.graph.joint_graph import join
-from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, find
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, find, site_of
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 from ssdtrain_fx.passes.planning.plan import Keep, Offload, Plan, Recompute
 from ssdtrain_fx.runtime.config import EngineConfig
@@ -59,7 +59,7 @@ def assert_sound(step: CapturedStep, rewritten: OffloadedStep) -> None:
     joint = join(rewritten.forward, rewritten.backward, num_forward_outputs=step.num_forward_outputs)
     for offload in find(joint.graph, OFFLOAD):
         # With this engine, no tensor stays in memory to save time, however slow the disk of the tests is.
-        offload.update_arg(3, EngineConfig().to_argument())
+        offload.update_arg(2, dataclasses.replace(site_of(offload), engine=EngineConfig().to_argument()).to_argument())
     counter = step.measure(joint)
     assert max(without(counter.live_bytes, counter.token_bytes)) == rewritten.plan.peak_after_bytes
     assert_same_bits(step.run(joint), step.run(before))

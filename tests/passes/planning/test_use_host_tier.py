@@ -12,7 +12,7 @@ from problems import MIB, layered_problem, make_hardware, transfer_problems
 
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.hardware import Channel, Hardware
-from ssdtrain_fx.passes.graph.op_targets import OFFLOAD
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, site_of
 from ssdtrain_fx.passes.planning.place_transfers import Choice, choose_all, choose_cheapest, choose_lowest_peak
 from ssdtrain_fx.passes.planning.plan import Offload, Plan
 from ssdtrain_fx.passes.planning.simulate import host_bytes, simulate
@@ -192,9 +192,9 @@ def test_the_ops_say_what_stays_and_when_it_comes_back() -> None:
     joint = analysis.rewrite(plan)
     offloads = calls(joint.graph, OFFLOAD)
     count = len(offloads)
-    assert [node.kwargs.get("host", False) for node in offloads] == [False] * (count - 2) + [True] * 2
+    assert [site_of(node).host for node in offloads] == [False] * (count - 2) + [True] * 2
     # Backward needs last what forward made first.
-    assert [node.kwargs["reload_order"] for node in offloads] == list(reversed(range(count)))
+    assert [site_of(node).reload_order for node in offloads] == list(reversed(range(count)))
     assert_same_bits(step.run(joint), step.run())
 
 
@@ -203,7 +203,7 @@ def test_offloads_for_a_cpu_have_no_host_tier_and_no_order() -> None:
     joint = analysis.rewrite(analysis.plan(policy="all", disk=1e9))
     offloads = calls(joint.graph, OFFLOAD)
     assert len(offloads) > 1
-    assert [node.kwargs for node in offloads] == [{}] * len(offloads)
+    assert {(site_of(node).host, site_of(node).reload_order) for node in offloads} == {(False, None)}
 
 
 # Which devices have a host tier

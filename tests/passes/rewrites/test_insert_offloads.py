@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
-from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT, find
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT, find, site_of
 from ssdtrain_fx.passes.planning.plan import Keep, Offload, Plan
 from ssdtrain_fx.passes.rewrites.verify_offloads import verify_offloads
 from ssdtrain_fx.testing import (
@@ -116,7 +116,7 @@ def test_after() -> None:
         """\
 ...
  mm: f32[4, 8] = mm(primals_1, primals_2)
-+offload_default: i64[1] = offload(mm, [], 'mm', '{}', 3.0, 2.0)
++offload_default: i64[1] = offload(mm, [], 'name=mm;out_s=3.0;back_s=2.0|')
  sigmoid: f32[4, 8] = sigmoid(mm)
 ...
  mul: f32[4, 8] = mul(mm, sigmoid)
@@ -162,9 +162,7 @@ def test_offloads_hand_on_what_the_plan_waits_for() -> None:
     analysis = analyse(capture_toy("deep"))
     plan = analysis.plan(policy="auto", disk=150, max_slowdown=1.0)
     planned = {saved.decision.representative: saved.decision for saved in plan.storages if _moves(saved.decision)}
-    handed_on = {
-        str(node.args[0]): node.kwargs.get("stall_s", 0.0) for node in find(analysis.rewrite(plan).graph, OFFLOAD)
-    }
+    handed_on = {str(node.args[0]): site_of(node).stall_s for node in find(analysis.rewrite(plan).graph, OFFLOAD)}
     assert handed_on == {name: decision.stall_s for name, decision in planned.items()}
     assert sum(handed_on.values()) == pytest.approx(plan.stall_s, abs=1e-5)
     assert plan.stall_s > 1
@@ -314,7 +312,7 @@ def test_new_nodes_tell_where_they_come_from() -> None:
     assert (reloaded.shape, reloaded.stride()) == (original.shape, original.stride())
     assert (reloaded.dtype, reloaded.device) == (original.dtype, original.device)
     assert reloaded.untyped_storage()._cdata != original.untyped_storage()._cdata
-    assert offload.args[2] == "mm"
+    assert site_of(offload).name == "mm"
 
 
 def test_views_behind_a_wait_lie_on_the_reloaded_storage() -> None:

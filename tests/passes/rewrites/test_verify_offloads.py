@@ -7,6 +7,7 @@ Each rejection test takes a good graph and breaks one thing:
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, fx
 
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
-from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find, site_of
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier
 from ssdtrain_fx.passes.rewrites.verify_offloads import verify_offloads
 from ssdtrain_fx.testing import TOYS, analyse, calls, capture_step, capture_toy, named
@@ -271,7 +272,7 @@ def test_an_input_that_is_left_to_the_engine(deferred: tuple[bool, ...], exclusi
     offload, release, _, _ = chain(joint)
     for node, position in ((offload, 0), (release, 1)):
         node.update_arg(position, named(joint.graph, "primals_1"))
-    offload.args = (*offload.args[:4], None, None, "graph", True)
+    offload.update_arg(2, "name=primals_1;graph_name=graph;external=true|")
     release.args, release.kwargs = (*release.args[:2], *deferred), exclusive
     assert_rejected(joint, release, "leaves an input to the engine, although the caller may write to it")
 
@@ -279,21 +280,21 @@ def test_an_input_that_is_left_to_the_engine(deferred: tuple[bool, ...], exclusi
 def test_an_offload_of_an_output() -> None:
     joint = good()
     (logits,) = [node for node in joint.forward_outputs if isinstance(node, fx.Node) and node.name == "sin"]
-    insert(joint, joint.marker, OFFLOAD, logits, [], "sin", "{}")
+    insert(joint, joint.marker, OFFLOAD, logits, [], "name=sin|")
     assert_rejected(joint, find(joint.graph, OFFLOAD)[-1], "the offloaded storage is held outside the graph")
 
 
 def test_an_offload_of_a_view_of_an_output() -> None:
     joint = good()
     view = insert(joint, joint.marker, aten.detach.default, named(joint.graph, "sin"))
-    offload = insert(joint, joint.marker, OFFLOAD, view, [], "view", "{}")
+    offload = insert(joint, joint.marker, OFFLOAD, view, [], "name=view|")
     assert_rejected(joint, offload, "the offloaded storage is held outside the graph")
 
 
 def test_an_offload_in_backward() -> None:
     joint = good()
     (made_in_backward,) = calls(joint.graph, aten.tanh_backward.default)
-    offload = insert(joint, joint.graph.output_node(), OFFLOAD, made_in_backward, [], "late", "{}")
+    offload = insert(joint, joint.graph.output_node(), OFFLOAD, made_in_backward, [], "name=late|")
     assert_rejected(joint, offload, "the offload is in backward")
 
 
@@ -303,7 +304,7 @@ def test_an_offload_of_something_without_a_storage() -> None:
     number.meta["val"] = 8
     release = chain(joint)[1]
     release.prepend(number)
-    offload = insert(joint, joint.marker, OFFLOAD, number, [], "number", "{}")
+    offload = insert(joint, joint.marker, OFFLOAD, number, [], "name=number|")
     assert_rejected(joint, offload, f"{number} is not a tensor with a storage")
 
 
@@ -344,11 +345,8 @@ def good_with_host() -> ScheduledJointGraph:
 
     analysis = analyse(capture_step(function, torch.randn(8, 8, requires_grad=True)))
     joint = analysis.rewrite(analysis.plan(disk=256, host_bytes=512))
-    assert [node.kwargs for node in find(joint.graph, OFFLOAD)] == [
-        {"reload_order": 2},
-        {"host": True, "reload_order": 1},
-        {"host": True, "reload_order": 0},
-    ]
+    sites = [site_of(node) for node in find(joint.graph, OFFLOAD)]
+    assert [(site.host, site.reload_order) for site in sites] == [(False, 2), (True, 1), (True, 0)]
     return joint
 
 
@@ -380,9 +378,7 @@ def test_a_reload_has_another_turn_than_said(turn: int, orders: tuple[int | None
     joint = good_with_host()
     offloads = find(joint.graph, OFFLOAD)
     for offload, order in zip(offloads, orders, strict=True):
-        offload.kwargs = {name: value for name, value in offload.kwargs.items() if name != "reload_order"}
-        if order is not None:
-            offload.update_kwarg("reload_order", order)
+        offload.update_arg(2, dataclasses.replace(site_of(offload), reload_order=order).to_argument())
     wrong = offloads[2 - turn]
     message = f"has a wrong reload_order: it is reloaded as number {turn}, counted from 0"
     assert_refused(joint, wrong, message, HostTier(budget_bytes=512))

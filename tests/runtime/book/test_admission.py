@@ -570,7 +570,7 @@ def test_the_ops_hand_over_the_memory_itself_when_the_token_dies(
         file.writes_may_go_on.clear()
         x = X.clone()
         call = torch.ops.ssdtrain
-        token = call.release(call.offload(x, x.stride(), "x", "{}"), x)
+        token = call.release(call.offload(x, x.stride(), "name=x|"), x)
         (entry,) = engine._ledger.residents.values()
         assert entry.resident is not None
         address = entry.resident.data_ptr()

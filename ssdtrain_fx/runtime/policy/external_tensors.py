@@ -21,6 +21,9 @@ from torch import Tensor
 from ssdtrain_fx.runtime.memory.movers import Region
 from ssdtrain_fx.runtime.memory.raw_memory import bytes_at
 
+MIN_SWEEP = 64
+"""So few are cheap to keep."""
+
 Content = tuple[int, bytes, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
@@ -36,14 +39,20 @@ class ExternalTensors:
 
     def __init__(self) -> None:
         self._by_content: dict[Content, int] = {}
+        self._sweep_at = MIN_SWEEP
+
+    def __len__(self) -> int:
+        """How many are remembered, those that are not known any more included."""
+        return len(self._by_content)
 
     def find(self, content: Content) -> int | None:
         """The handle under which a tensor with this content was offloaded; None if there is none."""
         return self._by_content.get(content)
 
     def add(self, content: Content, handle: int, is_known: Callable[[int], bool]) -> None:
-        """Record that a tensor was offloaded as ``handle``. Forgets handles that are not ``is_known``."""
-        for other, known in list(self._by_content.items()):
-            if not is_known(known):
-                del self._by_content[other]
+        """Record that a tensor was offloaded as ``handle``. From time to time, forgets handles that are not ``is_known``:
+        whenever twice as many have been added as were known the last time, so that n tensors take O(n) steps."""
         self._by_content[content] = handle
+        if len(self._by_content) >= self._sweep_at:
+            self._by_content = {other: known for other, known in self._by_content.items() if is_known(known)}
+            self._sweep_at = max(MIN_SWEEP, 2 * len(self._by_content))

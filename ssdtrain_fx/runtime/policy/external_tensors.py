@@ -50,8 +50,11 @@ class ExternalTensors:
         return self._by_content.get(content)
 
     def add(self, content: Content, handle: int, is_known: Callable[[int], bool]) -> None:
-        """Record that a tensor was offloaded as ``handle``. From time to time, forgets handles that are not ``is_known``:
-        whenever twice as many have been added as were known the last time, so that n tensors take O(n) steps."""
+        """Record that a tensor was offloaded as ``handle``.
+
+        Forgets handles that are not ``is_known`` when there are twice as many as were known the last time, so that n
+        tensors take O(n) steps.
+        """
         self._by_content[content] = handle
         if len(self._by_content) >= self._sweep_at:
             self._by_content = {other: known for other, known in self._by_content.items() if is_known(known)}

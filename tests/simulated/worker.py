@@ -23,8 +23,10 @@ import pytest  # what tests import is imported once, not by every forked process
 import torch
 import torch._dynamo
 
+torch._dynamo.reset()  # imports most of Dynamo
+
 HANGS_AFTER_S = 100
-FORKED_HANGS_AFTER_S = 30
+FORKED_HANGS_AFTER_S = 60
 
 
 def run_case(module: str, function: str, arguments: dict[str, Any]) -> str | None:
@@ -52,6 +54,8 @@ def run_case(module: str, function: str, arguments: dict[str, Any]) -> str | Non
 
 def run_forked(package_root: str, request: dict[str, Any]) -> str | None:
     """Run a test on the package in ``package_root``, in a process of its own."""
+    for name in ("networkx", "scipy.optimize", "torch._inductor.compile_fx", "xxhash"):
+        importlib.import_module(name)  # here, not in every process
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+import torch.utils.checkpoint
 from steps import compare_gradients, settled_statistics, small_model
 from torch import Tensor, nn
 
@@ -139,6 +141,27 @@ def test_checkpointing_inside_the_model(inner: Any) -> None:
             assert statistics().since(before).offloads > 0
         found.append(gradients_of(model))
     assert_same_bits(found[1], found[0])
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_checkpointed_attention_whose_random_state_is_saved(inner: Any) -> None:
+    """A checkpoint within another one saves the state of the generator, which is no data of the model."""
+    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    weight = nn.Parameter(torch.eye(32) + 0.1)
+    model = nn.Module()
+    model.weight = weight
+
+    def attend(x: Tensor) -> Tensor:
+        heads = (x @ weight).view(2, 16, 2, 16).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(2, 16, 32)
+
+    def loss(x: Tensor) -> Tensor:
+        return checkpoint(attend, checkpoint(attend, (x @ weight).tanh())).square().sum()
+
+    x = torch.randn(2, 16, 32)
+    compare_gradients(
+        model, inner, everything(inner), lambda compiler: torch.compile(loss, backend=compiler)(x).backward()
+    )
 
 
 def test_two_models_share_one_engine() -> None:

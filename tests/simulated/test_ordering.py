@@ -61,16 +61,9 @@ class _Setup:
 
     def issued(self, owner: Any, timeout_s: float = 20) -> bool:
         """Wait until the copies of all reloads of ``owner`` are enqueued."""
-        ledger = self.engine._ledger
         entry = self.engine.find_entry(owner)
         assert entry is not None
-        lane, end_s = self.engine._lane_of(entry), time.monotonic() + timeout_s
-        while any(fill.unissued for fill in tuple(entry.fills.values())):
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                return False
-            lane.wait_for_progress(ledger.progress.count, min(0.05, left_s))
-        return True
+        return comes_true(lambda: not any(fill.unissued for fill in tuple(entry.fills.values())), timeout_s)
 
 
 @contextlib.contextmanager
@@ -83,12 +76,19 @@ def setup(ssd_dir: str, *, file: MemoryFile | None = None, buffers: int = 64, **
         file.reads_may_go_on.set()
 
 
+def comes_true(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
+    """Whether a thread of the engine makes ``condition`` true."""
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.001)
+    return True
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Return when a thread of the engine has made ``condition`` true."""
-    end_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
+    assert comes_true(condition)
 
 
 def full(value: float) -> Tensor:
@@ -534,9 +534,7 @@ def test_a_reload_that_is_begun_ahead_writes_after_what_was_enqueued_before_it(s
             assert entry.ahead is not None
             assert entry.ahead.tensor.data_ptr() == address
             fill = entry.ahead.fill
-            ledger = s.engine._ledger
-            with ledger.lock:
-                assert ledger.progress.wait_for(lambda: fill.unissued == 0, 20)
+            assert comes_true(lambda: fill.unissued == 0, 20)
             sim.settle()
         y = s.engine.reload(first, (COUNT,))
         assert y.data_ptr() == address
@@ -618,9 +616,7 @@ def test_a_direct_write_starts_after_the_kernel_that_computes_the_tensor(sim: Si
             owner = engine.offload(x, "x")
             entry = engine.find_entry(owner)
             assert entry is not None
-            ledger = engine._ledger
-            with ledger.lock:
-                assert not ledger.progress.wait_for(lambda: entry.uncopied == 0, 0.3)
+            assert not comes_true(lambda: entry.uncopied == 0, 0.3)
         engine.release(owner, x)
         y = engine.reload(owner, (COUNT,))
         engine.wait(y, owner)
@@ -644,9 +640,7 @@ def test_a_direct_read_starts_after_what_was_enqueued_before_the_reload(sim: Sim
             entry = engine.find_entry(owner)
             assert entry is not None
             (fill,) = entry.fills.values()
-            ledger = engine._ledger
-            with ledger.lock:
-                assert not ledger.progress.wait_for(lambda: fill.unissued == 0, 0.3)
+            assert not comes_true(lambda: fill.unissued == 0, 0.3)
         engine.wait(y, owner)
         assert (values(read), values(y)) == ({7.0}, {3.0})
 

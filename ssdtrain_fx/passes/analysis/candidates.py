@@ -59,6 +59,7 @@ def find_candidates(
         representative = _find_representative(storage, saved_nodes, alias_sets)
         reason = (
             _reason_of_role(storage, outputs, gradients, written, activations)
+            or _reason_of_allocator(storage.allocator)
             or _reason_of_value(saved_nodes[0])
             or _reason_of_size(storage, min_tensor_bytes)
             or ("" if representative is not None else "no node covers the storage: only a part of it is in this graph")
@@ -148,6 +149,14 @@ def _reason_of_role(
         return "returned as a gradient"
     if storage.idx in written:
         return "written in place"
+    return ""
+
+
+def _reason_of_allocator(allocator: fx.Node) -> str:
+    # Inductor runs the operator while it compiles, so the state is no value of the graph that it compiles. The result of
+    # the operator has no metadata, so the item of it counts as the allocator.
+    if any(str(node.target) == "run_and_save_rng_state" for node in (allocator, *allocator.all_input_nodes)):
+        return "the state of a random number generator, which a checkpoint saves"
     return ""
 
 

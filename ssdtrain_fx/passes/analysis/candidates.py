@@ -153,8 +153,8 @@ def _reason_of_role(
 
 
 def _reason_of_allocator(allocator: fx.Node) -> str:
-    # Inductor runs the operator while it compiles, so the state is no value of the graph that it compiles. The result of
-    # the operator has no metadata, so the item of it counts as the allocator.
+    # Inductor runs the operator while it compiles, so the state is no value of the graph that it compiles. The operator
+    # has no metadata, so its item counts as the allocator.
     if any(str(node.target) == "run_and_save_rng_state" for node in (allocator, *allocator.all_input_nodes)):
         return "the state of a random number generator, which a checkpoint saves"
     return ""

@@ -474,7 +474,7 @@ def test_every_staging_buffer_comes_back(sim: Simulator, ssd_dir: str) -> None:
     """After writes, cancelled writes, reads, forwards, reads ahead, failed reads, and what the host tier held."""
     sim.configure(side_us=300)
     file = MemoryFile()
-    with setup(ssd_dir, file=file, buffers=12) as s:
+    with setup(ssd_dir, file=file, buffers=12, io_timeout_s=10.0) as s:
         for host in (False, True):
             for dropped in (False, True):
                 owners: list[Any] = []

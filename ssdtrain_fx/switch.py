@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 NAME = "ssdtrain"
 
 _undo = contextlib.ExitStack()
-"""What :func:`disable` has to undo. Names of backends belong to the process, so this does too."""
+"""What ``disable`` has to undo. Names of backends belong to the process, so this does too."""
 
 
 def enable(**options: Any) -> None:
@@ -26,7 +26,7 @@ def enable(**options: Any) -> None:
 
     - Accelerate, and with it the Trainer of transformers and TRL, accepts only the backends that it lists. ``ssdtrain``
       is added to its list, if Accelerate is installed and does not know the name.
-    - ``options`` (the fields of :class:`OffloadConfig`) become the defaults wherever the program gives no
+    - ``options`` (the fields of ``OffloadConfig``) become the defaults wherever the program gives no
       ``OffloadConfig``: ``backend="ssdtrain"``, ``backend()``, ``explain(model, ...)``. Options given there count more,
       option by option; options in ``$SSDTRAIN_OPTIONS`` count less.
 
@@ -46,7 +46,7 @@ def enable(**options: Any) -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`. Without it, nothing happens. What is compiled already stays as it is."""
+    """Undo ``enable``. Without it, nothing happens. What is compiled already stays as it is."""
     _undo.close()
 
 

@@ -69,6 +69,7 @@ def test_ops(load: Callable[[str], ModuleType], ssd_dir: str, tmp_path: Path, on
         assert 0 <= row["kernel_us"] < row["total_us"]
 
 
+@pytest.mark.slow
 def test_ops_in_training_steps(
     load: Callable[[str], ModuleType], ssd_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -215,7 +215,7 @@ class Engine:
             known = self._find_external(content, name)
             if known is not None:
                 return known
-        entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device) if lane.mover.enqueues else None)
+        entry = Entry(x, name, source, byte_count, lane.mover.mark(x.device))
         if site.host and lane.has_host_tier:
             entry.host = True
         if site.reload_order is not None:
@@ -342,7 +342,7 @@ class Engine:
             temporary = lane.allocate(entry, entry.stored_stride, device)
         if y.device != entry.device:
             raise InternalError(f"reload({entry.name!r}) asks for {y.device}; offload got {entry.device}.")
-        fill = Fill(entry, y, temporary, lane.mover.mark(y.device) if lane.mover.enqueues else None)
+        fill = Fill(entry, y, temporary, lane.mover.mark(y.device))
         with ledger.lock, ledger.change:
             ledger.begin_op(entry.name)
             ledger.counters.reloads += 1

@@ -13,7 +13,7 @@ from ssdtrain_fx.cli import app
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.graph.graph_json import from_json, to_json
-from ssdtrain_fx.passes.graph.op_targets import OFFLOAD
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, site_of
 from ssdtrain_fx.passes.rewrites.verify_offloads import verify_offloads
 from ssdtrain_fx.report.pass_runner import PASSES, run_pass
 from ssdtrain_fx.testing import calls, capture_toy, toy_hardware
@@ -92,10 +92,10 @@ def test_the_host_tier_is_shown_saved_and_verified(
     done = run("insert_offloads", graph, *options, "--save-graph", after)
     assert done.exit_code == 0, done.output
     assert "offload to host" in done.stdout
-    offloads = calls(from_json(after.read_text()).graph, OFFLOAD)
-    assert len(offloads) >= 5
-    assert all(offload.kwargs["host"] for offload in offloads)
-    assert [offload.kwargs["reload_order"] for offload in offloads] == list(reversed(range(len(offloads))))
+    sites = [site_of(offload) for offload in calls(from_json(after.read_text()).graph, OFFLOAD)]
+    assert len(sites) >= 5
+    assert all(site.host for site in sites)
+    assert [site.reload_order for site in sites] == list(reversed(range(len(sites))))
     assert run("verify_offloads", after, *options).exit_code == 0
     refused = run("verify_offloads", after, *options, "--option", "host_budget_bytes=4194304")
     assert refused.exit_code == 1

@@ -43,7 +43,8 @@ from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, StalledDiskError
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.engine import Engine, Recipe
+from ssdtrain_fx.runtime.handles.tokens import Owner
 from ssdtrain_fx.runtime.statistics import Statistics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -378,8 +379,9 @@ def hint(step: Step, *, host: bool) -> None:
     orders = itertools.count(1000, -1)
     engine_offload = step.engine.offload
 
-    def offload(x: Tensor, name: str, **plan: Any) -> Tensor:
-        return engine_offload(x, name, **{**plan, "host": host, "reload_order": next(orders)})
+    def offload(x: Tensor, recipe: Recipe) -> Owner:
+        site = dataclasses.replace(recipe.site, host=host, reload_order=next(orders))
+        return engine_offload(x, Recipe(step.engine, site))
 
     step.engine.offload = offload  # type: ignore[method-assign]
 

@@ -242,6 +242,7 @@ class FakeEvent:
             self._done.set()
         else:
             self._cuda.unfinished.append(self)
+            self._cuda.slow_work_begun.release()
 
     def finish(self) -> None:
         self._done.set()
@@ -286,6 +287,7 @@ class FakeCuda:
     def __init__(self, *, device_is_fast: bool = True) -> None:
         self.device_is_fast = device_is_fast
         self.unfinished: list[FakeEvent] = []
+        self.slow_work_begun = threading.Semaphore(0)
         self.host_syncs: list[str] = []
         self.current = FakeStream("current")
         self.side_streams: list[FakeStream] = []

@@ -338,6 +338,8 @@ def test_a_slow_device_delays_no_other_one(
     engine._lanes["cuda"] = engine._lane("cpu")
     cuda.device_is_fast = False
     slow = engine.offload(torch.arange(512), "cuda:0")
+    for _ in ("ready", "copied"):  # this thread records the first, and the second too, or an I/O thread does
+        assert cuda.slow_work_begun.acquire(timeout=30)
     cuda.device_is_fast = True
     fast = engine.offload(torch.arange(512), "cuda:1")
     assert file.write_begun.acquire(timeout=30)

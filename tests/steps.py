@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.utils import run_and_get_code
 
 from ssdtrain_fx import OffloadConfig, Statistics, backend, statistics
@@ -90,11 +94,30 @@ def counted(function: Callable[[], Any]) -> Statistics:
     return statistics().since(before)
 
 
-def generated_code(model: nn.Module, x: Tensor, config: OffloadConfig) -> tuple[str, str]:
-    """The Python that Inductor generates for forward and backward."""
-    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
-        _, codes = run_and_get_code(
-            lambda: torch.compile(model, backend=backend(config))(x).backward(),
-        )
-    forward, backward = codes
+def generated_code(model: nn.Module, *inputs: Tensor, compiler: OffloadConfig | str) -> tuple[str, str]:
+    """The Python that Inductor generates for forward and backward. The step runs, but its C++ kernels do nothing."""
+    if isinstance(compiler, OffloadConfig):
+        compiler = backend(compiler)
+    torch._dynamo.reset()
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        _without_kernels(),
+    ):
+        _, (forward, backward) = run_and_get_code(lambda: torch.compile(model, backend=compiler)(*inputs).backward())
     return forward, backward
+
+
+@contextlib.contextmanager
+def _without_kernels() -> Iterator[None]:
+    """The C++ compiler takes most of the time of a compilation, and only the Python is wanted."""
+
+    def do_nothing(self: AsyncCompile, argument_types: list[str], source: str) -> Callable[..., None]:
+        return lambda *arguments: None
+
+    PyCodeCache.cache_clear()
+    try:
+        with patch.object(AsyncCompile, "cpp_pybinding", do_nothing):
+            yield
+    finally:
+        PyCodeCache.cache_clear()  # it holds modules whose kernels do nothing

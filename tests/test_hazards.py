@@ -61,7 +61,7 @@ PRODUCTS = ("extern_kernels.mm", "extern_kernels.addmm")
 
 def test_hazard_1_memory_is_reused_only_after_the_release() -> None:
     """Inductor reuses the memory of a dead tensor, so an offloaded tensor must count as alive until its release."""
-    forward, _ = generated_code(Blocks(), torch.randn(16, 64), EVERYTHING)
+    forward, _ = generated_code(Blocks(), torch.randn(16, 64), compiler=EVERYTHING)
     lines = forward.splitlines()
     for name, arguments in calls(forward):
         if name == OFFLOAD:
@@ -74,7 +74,7 @@ def test_hazard_1_memory_is_reused_only_after_the_release() -> None:
     assert any(name == OFFLOAD for name, _ in calls(forward))
 
 
-@pytest.mark.parametrize("model", ["blocks", "gpt2"])
+@pytest.mark.parametrize("model", ["blocks", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_hazard_1_what_stays_is_given_to_no_other_kernel(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is too slow for any offload: the engine keeps every tensor in its memory while kernels go on writing."""
     monkeypatch.setattr(Admission, "admits", lambda self, stall_s: False)
@@ -98,7 +98,7 @@ def test_hazard_1_what_stays_is_given_to_no_other_kernel(model: str, monkeypatch
 def test_hazard_1_where_memory_is_planned_or_replayed_nothing_is_held(setting: str, release: str) -> None:
     """There, kernels write to retained memory all the same, so the engine must copy what stays."""
     with torch._inductor.config.patch({setting: True}):
-        forward, _ = generated_code(Blocks(), torch.randn(16, 64), EVERYTHING)
+        forward, _ = generated_code(Blocks(), torch.randn(16, 64), compiler=EVERYTHING)
     releases = [arguments for name, arguments in calls(forward) if name == release]
     assert releases
     assert all(len(arguments) == 2 for arguments in releases)
@@ -116,7 +116,7 @@ def test_hazard_2_views_of_one_storage_are_one_offload() -> None:
 
 
 def test_hazard_3_offload_and_release_get_the_same_memory() -> None:
-    forward, _ = generated_code(Blocks(), torch.randn(16, 64), EVERYTHING)
+    forward, _ = generated_code(Blocks(), torch.randn(16, 64), compiler=EVERYTHING)
     token_to_tensor = {}
     release_count = 0
     for line in forward.splitlines():
@@ -132,7 +132,7 @@ def test_hazard_3_offload_and_release_get_the_same_memory() -> None:
 
 def test_hazard_4_the_prefetch_distance_survives_the_scheduler() -> None:
     """A matrix product runs between each reload and its wait, except for what backward needs at its very start."""
-    _, backward = generated_code(Blocks(), torch.randn(256, 64), TIMELY)
+    _, backward = generated_code(Blocks(), torch.randn(256, 64), compiler=TIMELY)
     order = [name for name, _ in calls(backward) if name in (*PRODUCTS, RELOAD, WAIT)]
     first_product = next(idx for idx, name in enumerate(order) if name in PRODUCTS)
     reloads = [idx for idx, name in enumerate(order) if name == RELOAD]
@@ -147,7 +147,7 @@ def test_hazard_4_the_prefetch_distance_survives_the_scheduler() -> None:
 
 
 def test_hazard_4_releases_are_spread_over_forward() -> None:
-    forward, _ = generated_code(Blocks(), torch.randn(256, 64), TIMELY)
+    forward, _ = generated_code(Blocks(), torch.randn(256, 64), compiler=TIMELY)
     order = [name for name, _ in calls(forward) if name in (*PRODUCTS, OFFLOAD, RELEASE)]
     last_product = max(idx for idx, name in enumerate(order) if name in PRODUCTS)
     releases = [idx for idx, name in enumerate(order) if name == RELEASE]
@@ -173,9 +173,10 @@ def test_hazard_9_strides_at_run_time_differ_from_those_in_the_graph() -> None:
     assert done.offloads > 0
 
 
-def test_hazard_10_random_numbers_keep_their_order() -> None:
+@pytest.mark.parametrize("name", ["encoder", pytest.param("bert", marks=pytest.mark.slow)])
+def test_hazard_10_random_numbers_keep_their_order(name: str) -> None:
     """Only our ops are moved: eager-style generators draw in the same order, and recomputed masks are the same."""
-    model, batches = small_model("bert", dropout=0.1)
+    model, batches = small_model(name, dropout=0.1)
     with torch._inductor.config.patch(fallback_random=True):
         expected = train(model, batches, "inductor")
         assert_same_bits(train(model, batches, backend(EVERYTHING)), expected)
@@ -187,7 +188,7 @@ def test_hazard_11_reading_after_the_wait_is_data_flow() -> None:
     With a ``wait`` that wrote into its argument, BERT with dropout read masks before they were reloaded. So each tensor
     that backward reads is a result of ``wait``, and no generated code may read what ``reload`` returned.
     """
-    _, backward = generated_code(Blocks(), torch.randn(16, 64), EVERYTHING)
+    _, backward = generated_code(Blocks(), torch.randn(16, 64), compiler=EVERYTHING)
     tickets = set(re.findall(rf"(\w+) = {re.escape(RELOAD)}\(", backward))
     assert tickets
     for ticket in tickets:

@@ -7,14 +7,11 @@ import re
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
-from steps import FAST_DISK, small_model
+from steps import FAST_DISK, generated_code, small_model
 from torch import Tensor, nn
-from torch._inductor.utils import run_and_get_code
 
 import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig
-from ssdtrain_fx._torch_private import functorch_config_patch
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.passes.rewrites.store_sums import WAITS_FOR_KERNELS
 
@@ -59,14 +56,10 @@ class GatedLayers(nn.Module):
         return x.square().mean()
 
 
-def generated_backward(model: nn.Module, *inputs: Tensor, backend: object = EVERYTHING) -> str:
-    if isinstance(backend, OffloadConfig):
-        backend = ssdtrain_fx.backend(backend)
+def generated_backward(model: nn.Module, *inputs: Tensor, compiler: OffloadConfig | str = EVERYTHING) -> str:
     inputs = inputs or (torch.randn(8, 64, 32),)
-    torch._dynamo.reset()
-    with inductor_config.patch(fx_graph_cache=False), functorch_config_patch(enable_autograd_cache=False):
-        _, codes = run_and_get_code(lambda: torch.compile(model, backend=backend)(*inputs).backward())
-    return codes[-1][codes[-1].index("def call(") :]
+    _, backward = generated_code(model, *inputs, compiler=compiler)
+    return backward[backward.index("def call(") :]
 
 
 def test_kernels_that_only_read_the_same_are_not_brought_together_over_products() -> None:
@@ -109,8 +102,8 @@ class ReluLayers(nn.Module):
 def test_ops_that_stand_behind_a_product_leave_its_result_to_be_overwritten() -> None:
     """They depend on it for their order only; they do not read it."""
 
-    def overwrites(backend: object) -> list[bool]:
-        backward = generated_backward(ReluLayers(), backend=backend)
+    def overwrites(compiler: OffloadConfig | str) -> list[bool]:
+        backward = generated_backward(ReluLayers(), compiler=compiler)
         kernels = re.findall(r"^ +cpp_fused\w*threshold_backward\w*\(([^)]*)\)", backward, re.MULTILINE)
         return [len(arguments.split(", ")) == 2 for arguments in kernels]
 
@@ -136,7 +129,7 @@ def test_the_gradient_of_a_shared_bias_computes_the_gradient_of_the_scores_once_
     The plan counts both until then.
     """
     model, x = SharedBias(), torch.randn(8, 64, 32, requires_grad=True)
-    backward = generated_backward(model, x, backend="inductor")
+    backward = generated_backward(model, x, compiler="inductor")
     kernels = re.findall(r"^ +cpp_fused(\w*)\(([^)]*)\)", backward, re.MULTILINE)
     sums = [arguments.split(", ") for name, arguments in kernels if "sum" in name and "softmax_backward" in name]
     assert sums and all(len(arguments) >= 4 for arguments in sums), kernels
@@ -165,9 +158,9 @@ def test_a_sum_over_layers_is_stored_where_it_stands() -> None:
     """Plain Inductor adds all four gradients in one kernel at the end, so they are live until then."""
     model = ReadByAllLayers()
 
-    def terms_of_the_last_kernel(backend: object) -> int:
+    def terms_of_the_last_kernel(compiler: OffloadConfig | str) -> int:
         x, read = (torch.randn(8, 64, 32, requires_grad=True) for _ in range(2))
-        backward = generated_backward(model, x, read, backend=backend)
+        backward = generated_backward(model, x, read, compiler=compiler)
         (arguments,) = re.findall(r"^ +cpp_fused\w*_cos_\w*\(([^)]*)\)", backward, re.MULTILINE)
         return sum(argument.startswith("buf") for argument in arguments.split(", "))
 
@@ -190,8 +183,8 @@ def test_backward_is_compiled_as_planned_where_it_only_makes_things_again() -> N
     (graph,) = ssdtrain_fx.explain(model, *batches[0], config=config).graphs
     assert graph.plan.recomputed and not graph.plan.offloaded
 
-    def norm_kernels(backend: object) -> list[str]:
-        backward = generated_backward(model, *batches[0], backend=backend)
+    def norm_kernels(compiler: OffloadConfig | str) -> list[str]:
+        backward = generated_backward(model, *batches[0], compiler=compiler)
         return re.findall(r"^ +cpp_fused\w*native_layer_norm_backward\w*\(", backward, re.MULTILINE)
 
     assert len(norm_kernels(config)) == len(norm_kernels("inductor")) == 5

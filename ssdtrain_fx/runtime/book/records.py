@@ -1,13 +1,6 @@
 """The records of one engine: offloaded tensors, their chunks, their reloads, and the runs of graphs they belong to.
 
-The life of a chunk, the unit of transfer::
-
-    SOURCE -> COPYING -> STAGED -> WRITING -> ON_DISK      (or SOURCE -> WRITING, where no staging is needed)
-       |                 |  | ^       '-----> KEPT        (the write failed: the bytes stay in ordinary memory)
-       |                 |  v |
-       |                 | HELD                           (in the host tier, until the buffer is needed)
-       |                 |  |
-       '-----------------'--'---------------> CANCELLED   (the last token died first, or the tensor stays in memory)
+docs/architecture.md lists the states of a chunk and of an entry, and what leads from one to the next.
 
 Only the ledger and the lanes change a record, with the ledger's lock held.
 """

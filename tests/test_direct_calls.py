@@ -41,7 +41,7 @@ def engine(ssd_dir: str) -> str:
 
 def test_code_that_a_cache_keeps_imports_what_it_calls() -> None:
     config = OffloadConfig(policy="all", min_tensor_bytes=0)
-    codes = generated_code(Layers(), torch.randn(8, 16), config)
+    codes = generated_code(Layers(), torch.randn(8, 16), compiler=config)
     for code, names in zip(codes, (("offload", "release"), ("reload", "wait")), strict=True):
         assert DISPATCHED not in code
         for name in names:
@@ -61,7 +61,8 @@ def test_parts_of_a_call_come_as_a_tuple_or_as_an_object(monkeypatch: pytest.Mon
         return tuple(getattr(parts, name) for name in names)
 
     monkeypatch.setattr(DirectCall, "process_kernel", process_otherwise)
-    codes = generated_code(Layers(), torch.randn(8, 16), OffloadConfig(policy="all", min_tensor_bytes=0))
+    config = OffloadConfig(policy="all", min_tensor_bytes=0)
+    codes = generated_code(Layers(), torch.randn(8, 16), compiler=config)
     assert all(" = ssdtrain_" in code for code in codes)
 
 

@@ -213,7 +213,9 @@ def test_an_engine_leaves_the_reserve_and_resumes(
             del token
         full = engine.statistics()
         assert (full.bytes_written, full.kept_bytes) == (0, 3 * original.nbytes)
-        assert disk.calls == {"statvfs": 1}
+        threads = engine._lanes["cpu"].busy_with  # their chunks may come out of order, and less room is asked for again
+        assert set(disk.calls) == {"statvfs"}
+        assert disk.calls["statvfs"] <= threads
         (warning,) = [record.getMessage() for record in caplog.records]
         assert (
             "(unnamed spill file) (errno 28: its file system has 1.00 GiB left, and the option disk_reserve_bytes "

@@ -13,7 +13,7 @@ KVIKIO := kvikio-cu13 libkvikio-cu13 rapids-logger
 
 BIN := $(VENV)/bin
 # Tests run in as many processes as there are cores, but no more than fit into the memory of most machines.
-PARALLEL := -n logical --maxprocesses 4
+PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 # --no-compile: Python compiles the files that it imports, once. pip would compile all of them, which doubles its processor
 # time. So Python must be allowed to keep what it has compiled: without, each process needs 10 s to import torch, not 4.
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --constraint constraints.txt

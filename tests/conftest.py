@@ -6,10 +6,12 @@ import os
 
 # Several processes share the cores: threads that wait for work sleep instead of spinning, and Inductor compiles in the
 # process that asks for it instead of starting workers, which import torch first. Kernels get no line numbers for
-# profilers, which take a fifth of the time of the C++ compiler. Set before torch is imported.
+# profilers, which take a fifth of the time of the C++ compiler. For each fresh cache, Inductor would compile programs
+# that try the vector instructions; those of this processor work. Set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import shutil
 from collections.abc import Iterator

@@ -71,9 +71,11 @@ def test_inductor_with_eager_random_numbers_and_autocast(name: str) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.slow), "conv"])
+@pytest.mark.parametrize(
+    "name", ["encoder", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "conv"))]
+)
 def test_inductor_with_the_auto_policy(name: str) -> None:
-    check(name, policy="auto")
+    check(name, policy="auto", dropout=0.1)
 
 
 ON_A_GPU = dataclasses.replace(FAST_DISK, device="toy GPU", staging_bytes=16 << 20)

@@ -78,7 +78,7 @@ def count_points(steps: Steps) -> int:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_step_that_is_interrupted_anywhere(steps: Steps, error: Callable[[], BaseException]) -> None:
     count = count_points(steps)
-    assert count > 500
+    assert count > 400  # Python 3.13 stops at fewer points than 3.11
     generator = random.Random(0)
     places = {interrupt_at(steps, generator.randrange(count), error) for _ in range(QUICK_POINTS)}
     assert len(places) > QUICK_POINTS / 4

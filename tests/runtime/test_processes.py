@@ -71,7 +71,7 @@ def test_exit_with_transfers_in_flight(tmp_path: Path, ending: str, code: int) -
     """
     returncode, _, errors = run(script, tmp_path)
     assert returncode == code, errors
-    assert errors.count("Traceback") == errors.count("the user made a mistake") <= 2
+    assert errors.count("Traceback") == errors.count("ValueError: the user made a mistake") <= 2
     assert ("Traceback" in errors) == (code == 1)
     assert list(tmp_path.iterdir()) == []
 

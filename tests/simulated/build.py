@@ -12,13 +12,17 @@ from ssdtrain_fx._torch_private import arena
 
 SOURCE = Path(__file__).with_name("device.cpp")
 TORCH_VERSION = "2.13."
-"""``device.cpp`` uses internals of torch. On 2.15, the process that has the device dies in half of the tests."""
+"""``device.cpp`` uses internals of torch. It was written for these versions and has run on no other."""
 
 
 def build() -> Path:
     """Build the library, once per source, torch and machine. Raises ArenaUnavailableError, which says why it cannot."""
     if not torch.__version__.startswith(TORCH_VERSION):
         raise arena.ArenaUnavailableError(f"it needs torch {TORCH_VERSION}x, and this is {torch.__version__}")
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        raise arena.ArenaUnavailableError(
+            f"it takes the place of CUDA, so torch must be built for CPUs alone, and this is {torch.__version__}"
+        )
     root = Path(torch.__file__).parent
     command = [*arena._compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", "-w"]
     command += [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}", str(SOURCE)]

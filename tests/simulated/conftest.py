@@ -28,7 +28,7 @@ def _device_process() -> Iterator[list[DeviceProcess]]:  # pyright: ignore[repor
 def sim(_device_process: list[DeviceProcess]) -> None:
     """In the other process: the :class:`simulated_cuda.Simulator`."""
     if _processes and not _processes[0].is_alive:
-        _processes.pop()
+        _processes.pop().close()
     if not _processes:
         try:
             _processes.append(DeviceProcess())

@@ -70,7 +70,9 @@ def test_every_constraint_is_one_exact_version() -> None:
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH", "VENV", "ARGS")}
+    """Run make as from a shell: the tests themselves may run under ``make TORCH=...``, which it would inherit."""
+    inherited = ("PYTHON", "TORCH", "VENV", "ARGS", "MAKEFLAGS", "MFLAGS", "MAKELEVEL")
+    environment = {name: value for name, value in os.environ.items() if name not in inherited}
     command = ["make", "--no-print-directory", "-C", str(ROOT), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 

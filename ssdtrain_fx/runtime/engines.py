@@ -83,6 +83,7 @@ class Engines:
                 self._retired.append(engine)
                 del self._by_config[config]
                 self._by_argument = {}
+                self.recipes = {}
                 self._failed_at, self._failure = next(self._handles), engine.failure
                 in_background(functools.partial(self._close_retired, math.inf))
                 engine = None

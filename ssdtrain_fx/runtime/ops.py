@@ -35,7 +35,9 @@ atexit.register(_engines.close, timeout_s=EXIT_TIMEOUT_S)
 
 def offload(x: Tensor, stride: Sequence[int], site: str) -> Owner:
     """The op, called without the dispatcher. It returns the owner instead of a token."""
-    recipe = _engines.recipes.get(site) or _engines.at(site)
+    recipe = _engines.recipes.get(site)
+    if recipe is None or recipe.engine.has_failed:  # then it opens another engine
+        recipe = _engines.at(site)
     return recipe.engine.offload(x, recipe)
 
 

@@ -158,3 +158,15 @@ def test_a_ticket_that_is_never_used_frees_its_tensor(engine: str) -> None:
     del ticket
     runtime._engines.open(engine).wait_until_idle()
     assert runtime.statistics().slots_in_use == before - 1
+
+
+def test_the_step_after_an_interrupt_opens_another_engine(engine: str) -> None:
+    """The call site has been seen before, and its engine has failed meanwhile."""
+    x = torch.randn(10)
+    site = f"name=x|{engine}"
+    failed = runtime.offload(x, x.stride(), site).engine
+    assert isinstance(failed, Engine)
+    failed._ledger.stop_because_of(KeyboardInterrupt())
+    owner = runtime.offload(x, x.stride(), site)
+    assert owner.engine is not failed
+    assert torch.equal(fetch(runtime.release(owner, x), x), x)

@@ -76,7 +76,9 @@ class StripedFile:
 
     @property
     def size_bytes(self) -> int:
-        return min(part.size_bytes for part in self._parts) * len(self._parts)
+        """In whole rows of stripes: where there is little room, a file may grow to a size that is no whole stripe."""
+        rows = min(part.size_bytes for part in self._parts) // self._stripe_bytes
+        return rows * self._stripe_bytes * len(self._parts)
 
     def locate(self, offset_bytes: int) -> tuple[int, int]:
         part, part_offset_bytes = self._part_at(offset_bytes)
@@ -100,8 +102,10 @@ class StripedFile:
         return None
 
     def shrink(self, size_bytes: int, from_bytes: int) -> None:
-        for part in self._parts:
-            part.shrink(self._part_bytes(size_bytes), from_bytes // len(self._parts))
+        with self._growth_lock:
+            if size_bytes < self.size_bytes == from_bytes:
+                for part in self._parts:
+                    part.shrink(self._part_bytes(size_bytes), part.size_bytes)
 
     def write(self, data: memoryview, offset_bytes: int) -> None:
         for part, piece, part_offset_bytes in self._pieces(data, offset_bytes):

@@ -151,6 +151,27 @@ def test_grows_everywhere_or_nowhere() -> None:
     assert file.size_bytes == 2 * STRIPE
 
 
+def test_a_file_that_ends_within_a_stripe_grows_before_it_is_written() -> None:
+    """A drive with little room grants less than what was wanted, down to what was needed. What is written past the end
+    of a file has no reserved blocks, and a growth that fails later cuts it off."""
+
+    class LittleRoom(MemoryFile):
+        def grow(self, size_bytes: int) -> OSError | None:
+            return super().grow(size_bytes if size_bytes > STRIPE else STRIPE + 4096)
+
+    parts = [LittleRoom(), LittleRoom()]
+    file = StripedFile(parts, STRIPE)
+    assert file.grow(STRIPE) is None
+    assert [part.size_bytes for part in parts] == [STRIPE + 4096] * 2
+    assert file.size_bytes == 2 * STRIPE
+    assert file.grow(3 * STRIPE) is None
+    assert [part.size_bytes for part in parts] == [2 * STRIPE] * 2
+    file.shrink(STRIPE, 2 * STRIPE)  # it has grown since
+    assert file.size_bytes == 4 * STRIPE
+    file.shrink(STRIPE, 4 * STRIPE)
+    assert [part.size_bytes for part in parts] == [STRIPE] * 2
+
+
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_errors_name_the_drive(verb: str) -> None:
     parts = memory_files(2)

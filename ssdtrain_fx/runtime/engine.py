@@ -279,18 +279,21 @@ class Engine:
             if entry.uncopied:
                 lane.make_progress()
             awaited = self._runs.must_leave(entry) if deferred else [entry]
-            must_wait = any(other.uncopied for other in awaited)
+            # A tensor that stayed in memory after an earlier release, for another graph, has been copied.
+            must_wait = entry.resident is None and any(other.uncopied for other in awaited)
         if must_wait:
-            self._stalls.wait_until_copied(lane, entry, awaited)
+            self._stalls.wait_until_copied(self._lane_of, entry, awaited)
         with ledger.lock, ledger.change:
             copied = []
             if lane.mover.enqueues:
                 copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]
-            staying = entry.source.tensor if entry.stays and entry.source is not None else None
+            staying = None
+            if entry.stays and entry.resident is None and entry.source is not None:
+                staying = entry.source.tensor
             leaves_later = deferred and staying is None and entry.uncopied > 0
             if leaves_later:
                 ledger.counters.late_bytes += entry.byte_count
-            elif staying is None and not copied:
+            elif staying is None and not copied and not entry.unsafe:
                 ledger.drop_source(entry)
             entry.released = True
         if staying is not None:
@@ -345,15 +348,17 @@ class Engine:
         fill = Fill(entry, y, temporary, lane.mover.mark(y.device))
         with ledger.lock, ledger.change:
             ledger.begin_op(entry.name)
-            ledger.counters.reloads += 1
-            if entry.run is not None:
-                self._runs.reloaded(entry)
-            entry.reloaded = True
-            if entry.byte_count:
-                entry.fills[y.data_ptr()] = fill
-                lane.enlist_reads(fill)
+            stays = entry.stays  # a release on another thread may have decided so meanwhile
+            if not stays:
+                ledger.counters.reloads += 1
+                if entry.run is not None:
+                    self._runs.reloaded(entry)
+                entry.reloaded = True
+                if entry.byte_count:
+                    entry.fills[y.data_ptr()] = fill
+                    lane.enlist_reads(fill)
         ledger.tidy()
-        return y
+        return self._reload_from_memory(entry, stride) if stays else y
 
     def wait(self, y: Tensor, owner: Owner) -> None:
         """Return when ``y`` is filled, as seen by the current stream. Raises ActivationLostError if it cannot be.
@@ -753,7 +758,8 @@ class Engine:
         holds_more = source.untyped_storage().nbytes() >= 2 * entry.byte_count
         resident = source if is_copy or (exclusive and not holds_more) else copy_with_layout(source)
         with ledger.lock, ledger.change:
-            ledger.settle_in(entry, resident)
+            if entry.resident is None:  # otherwise another thread has released it meanwhile
+                ledger.settle_in(entry, resident)
             if entry.unsafe == 0:
                 ledger.drop_source(entry)
         ledger.tidy()

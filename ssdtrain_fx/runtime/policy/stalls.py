@@ -55,27 +55,27 @@ class Stalls:
                 stall_s += late_s
         return stall_s
 
-    def wait_until_copied(self, lane: Lane, entry: Entry, awaited: Sequence[Entry]) -> None:
+    def wait_until_copied(self, lane_of: Callable[[Entry], Lane], entry: Entry, awaited: Sequence[Entry]) -> None:
         """Wait until the ``awaited`` have left their tensors. If that takes too long, ``entry`` stays in memory."""
         ledger = self._ledger
         with ledger.lock, ledger.change:
             start_s = self._clock()
             limit_s = entry.prepaid_s + ledger.admission.patience_s()
-            if entry.fills:  # a reload that came before the release reads the file
-                limit_s = math.inf
             patience = self.patience()
         while True:
             with ledger.lock, ledger.change:
                 seen = ledger.progress.count
                 passed_s = self._clock() - start_s
-                is_left = any(other.uncopied for other in awaited)
-                if not is_left or passed_s >= limit_s:
-                    if is_left and entry.uncopied:
+                if entry.fills or entry.ahead is not None:  # a reload that comes before the end of the release
+                    limit_s = math.inf
+                slow = next((other for other in awaited if other.uncopied), None)
+                if slow is None or passed_s >= limit_s:
+                    if slow is not None and entry.uncopied:
                         ledger.stay(entry)
                     ledger.counters.release_stall_s += passed_s
                     self.pay(entry, passed_s)
                     return
-            self.wait_for_progress(lane, entry, patience, seen, limit_s - passed_s)
+            self.wait_for_progress(lane_of(slow), entry, patience, seen, limit_s - passed_s)
 
     def wait_until_filled(self, lane: Lane, fill: Fill) -> Exception | None:
         """Wait until the target of ``fill`` holds its bytes. If it never will, the error is returned."""

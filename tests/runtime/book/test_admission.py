@@ -328,7 +328,7 @@ def test_a_stall_costs_what_goes_beyond_the_plan(
     fill.unissued = 3
     lane: Any = LaneThatTakesASecond(clock, entry, fill)
     if direction == "out":
-        stalls.wait_until_copied(lane, entry, [entry])
+        stalls.wait_until_copied(lambda _: lane, entry, [entry])
         assert ledger.counters.release_stall_s == pytest.approx(3.0)
     else:
         assert stalls.wait_until_filled(lane, fill) is None
@@ -346,7 +346,7 @@ def test_with_nothing_to_spend_a_release_waits_as_long_as_planned(
     entry = Entry(X, "x", X, X.nbytes, None)
     entry.uncopied, entry.prepaid_s = 3, planned_s
     lane: Any = LaneThatTakesASecond(clock, entry, Fill(entry, X.clone(), None, None))
-    Stalls(ledger, None, clock, lambda: "").wait_until_copied(lane, entry, [entry])
+    Stalls(ledger, None, clock, lambda: "").wait_until_copied(lambda _: lane, entry, [entry])
     assert entry.stays == stays
 
 

@@ -183,6 +183,7 @@ class KernelAio:
             return  # `answers` reads them from the ring
         if self._events[0].cookie:
             return  # an exception kept the caller from asking for them
+        ctypes.memset(self._events_address, 0, ctypes.sizeof(self._events))
         self._timeout.seconds = int(timeout_s)
         self._timeout.nanoseconds = int(timeout_s % 1 * 1e9)
         count = self._getevents(
@@ -211,7 +212,7 @@ class KernelAio:
             answers.append((cookie, event.result))
         ring = self._ring
         if ring is None:
-            ctypes.memset(self._events_address, 0, len(answers) * ctypes.sizeof(_Event))
+            self._events[0].cookie = 0  # a store and no call, for the reason below
             return answers
         head = ring.head
         while head != ring.tail:

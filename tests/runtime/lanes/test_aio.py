@@ -1,5 +1,7 @@
 """The kernel's native AIO, tested on a real file."""
 
+import contextlib
+import ctypes
 import errno
 import os
 import platform
@@ -140,6 +142,30 @@ def test_an_exception_of_a_signal_handler_ends_the_wait(aio: KernelAio) -> None:
         assert aio.answers() == []
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_an_exception_after_any_call_within_answers_loses_none(
+    aio: KernelAio, descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signal handlers run when a call returns, here a call that clears the answers."""
+    buffer = StagingBuffer(4096)
+    for cookie in (1, 2, 3):
+        assert aio.submit(WRITE, descriptor, buffer.address, 4096, 0, cookie)
+    aio.reap(10.0)
+    memset = ctypes.memset
+
+    def interrupted(*arguments: int) -> None:
+        memset(*arguments)
+        raise KeyboardInterrupt
+
+    found: dict[int, int] = {}
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(ctypes, "memset", interrupted)
+        found |= aio.answers()
+    if len(found) < 3:
+        found |= aio.answers()
+    assert found == {1: 4096, 2: 4096, 3: 4096}
+    assert aio.answers() == []
 
 
 def test_a_forked_child_leaves_the_context_alone(aio: KernelAio, descriptor: int) -> None:

@@ -187,17 +187,20 @@ class AioLane(Lane):
                 return False
         if not is_alone:
             return super().wait_for_progress(seen, timeout_s)
-        with self._reaper:
-            with ledger.lock:
-                if seen != ledger.progress.count or not self._in_flight:  # another thread was here first
-                    return True
-            self._aio.reap(timeout_s)
-            end_s = ledger.traffic.clock()
-            with ledger.lock, ledger.change:
+        try:
+            with self._reaper:
+                with ledger.lock:
+                    if seen != ledger.progress.count or not self._in_flight:  # another thread was here first
+                        return True
+                self._aio.reap(timeout_s)
+                end_s = ledger.traffic.clock()
+                with ledger.lock, ledger.change:
+                    self._take_answers(end_s)
+                    if self._may_begin:
+                        self._begin()
+        finally:
+            with ledger.lock:  # after the reaper is free: who found it taken until then may have to be the next one
                 ledger.progress.notify_all()
-                self._take_answers(end_s)
-                if self._may_begin:
-                    self._begin()
         return True
 
     def allocate(self, entry: Entry, stride: Sequence[int], device: torch.device) -> Tensor:

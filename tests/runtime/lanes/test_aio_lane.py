@@ -1,11 +1,13 @@
 """Properties of the lane that the ops drive: nothing is lost, no thread waits in vain, and reads are not copied."""
 
+import contextlib
 import errno
 import gc
 import logging
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ssdtrain_fx.errors import ActivationLostError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.aio import READ, WRITE
+from ssdtrain_fx.runtime.lanes.aio_lane import AioLane
 
 X = torch.arange(1536)  # 3 chunks of 4096 bytes
 ONE_CHUNK_OF_EIGHT = torch.arange(4000)  # 32000 bytes
@@ -187,6 +190,49 @@ def test_a_waiting_thread_beside_a_blocked_one_is_woken(directory: str, file: Me
         for thread in threads:
             thread.join(60)
     assert results == {0: True, 1: True, 2: True}
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_thread_that_comes_too_late_for_the_last_answer_is_woken(
+    directory: str, file: MemoryFile, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    """1. A thread takes an answer, and has all it wants. 2. Another one finds that it is still the one that may block
+    for answers, and waits for it. 3. The first one leaves, and wakes the other, which is the next one to block."""
+    with engine_on(file, directory) as engine:
+        file.writes_may_go_on.clear()
+        x = X.clone()
+        token = engine.offload(x, "x")
+        entry = engine.find_entry(token)
+        assert entry is not None
+        lane = engine._lane_of(entry)
+        assert isinstance(lane, AioLane)
+        file.writes_may_go_on.set()
+        ledger, reaper = engine._ledger, threading.Lock()
+        late: list[Any] = []
+
+        class Reaper:
+            locked = reaper.locked
+
+            def __enter__(self) -> None:
+                reaper.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                with ledger.lock:
+                    late.append(ledger.progress.enlist())
+                reaper.release()
+
+        def interrupt(timeout_s: float) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(lane, "_reaper", Reaper())
+            if interrupted:
+                patch.setattr(file.aio, "reap", interrupt)
+            with contextlib.suppress(KeyboardInterrupt):
+                assert lane.wait_for_progress(ledger.progress.count)
+        (waiter,) = late
+        assert waiter.acquire(False)
+        engine.release(token, x)
 
 
 def test_the_disk_reads_straight_into_the_tensor(directory: str, file: MemoryFile) -> None:

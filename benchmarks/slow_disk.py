@@ -120,7 +120,6 @@ class SlowAio(KernelAio):
 
     def reap(self, timeout_s: float) -> None:
         give_up_s = time.perf_counter() + timeout_s
-        self._told = []
         while True:
             super().reap(0.0)
             self._held.update(super().answers())
@@ -135,7 +134,8 @@ class SlowAio(KernelAio):
             )
 
     def answers(self) -> list[tuple[int, int]]:
-        return self._told
+        told, self._told = self._told, []
+        return told
 
 
 class StepClock:

@@ -29,7 +29,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -78,33 +78,34 @@ AFTER_FAILURE_S = 1.0
 answers no more."""
 
 
-class Recipe:
-    """What one call site of ``offload`` needs, and what it has learned about its tensor."""
+class _Moved(NamedTuple):
+    """A CPU tensor that was moved as it is. Immutable: threads may offload other shapes at the same call site."""
 
-    __slots__ = ("byte_count", "dtype", "engine", "lane", "site", "size", "stride")
+    lane: Lane
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    byte_count: int
 
-    def __init__(self, engine: Engine, site: Site) -> None:
-        self.engine = engine
-        self.site = site
-        self.lane: Lane | None = None
-        """Set once a CPU tensor was moved as it is; the others then describe it."""
-        self.size: tuple[int, ...] = ()
-        self.stride: tuple[int, ...] = ()
-        self.dtype = torch.uint8
-        self.byte_count = 0
-
-    def learn(self, lane: Lane, x: Tensor, byte_count: int) -> None:
-        self.lane, self.size, self.stride, self.dtype, self.byte_count = lane, x.size(), x.stride(), x.dtype, byte_count
-
-    def fits(self, x: Tensor) -> bool:
-        """Whether ``x`` looks like the tensor that was moved last."""
+    def is_like(self, x: Tensor) -> bool:
         return (
             x.is_cpu
             and self.size == x.size()
             and self.stride == x.stride()
             and self.dtype is x.dtype
-            and not x.is_neg()  # complex tensors are never learned
+            and not x.is_neg()  # complex tensors are never recorded
         )
+
+
+class Recipe:
+    """What one call site of ``offload`` needs, and what it has learned about its tensor."""
+
+    __slots__ = ("engine", "last", "site")
+
+    def __init__(self, engine: Engine, site: Site) -> None:
+        self.engine = engine
+        self.site = site
+        self.last: _Moved | None = None
 
 
 class Engine:
@@ -199,15 +200,15 @@ class Engine:
         if x.layout is not torch.strided:
             raise InternalError(f"offload({name!r}): expected a strided tensor, got layout {x.layout}")
         source = x.detach() if x.requires_grad else x
-        lane = recipe.lane
-        if lane is not None and recipe.fits(x):
-            byte_count = recipe.byte_count
+        last = recipe.last
+        if last is not None and last.is_like(x):
+            lane, byte_count = last.lane, last.byte_count
         else:
             lane = self._lane("cpu" if x.is_cpu else x.device.type)
             moved = movable(source)
             byte_count = span_bytes(moved)
             if moved is source and x.is_cpu and not x.dtype.is_complex:
-                recipe.learn(lane, x, byte_count)
+                recipe.last = _Moved(lane, x.size(), x.stride(), x.dtype, byte_count)
             source = moved
         content = None
         if site.external and byte_count and x.is_cpu:

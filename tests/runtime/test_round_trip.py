@@ -1,7 +1,7 @@
 """Reloaded tensors equal the offloaded ones: every dtype, many layouts, any layout at reload. The oracle is a clone."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,9 @@ from runtime_fakes import fetch, no_aio, offload
 from torch import Tensor
 
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.engine import Engine, Recipe
 from ssdtrain_fx.runtime.lanes.aio import KernelAio
+from ssdtrain_fx.runtime.sites import Site
 
 DTYPES = [
     torch.float32,
@@ -227,3 +228,29 @@ def test_disk_use_is_bounded_over_200_rounds(tmp_path: Path) -> None:
         statistics = engine.statistics()
         assert statistics.slots_in_use == statistics.slot_bytes_in_use == statistics.in_flight_bytes == 0
         assert statistics.offloads == 600
+
+
+class Interleaved(torch.Tensor):
+    """A tensor during whose inspection another thread offloads another tensor at the same call site."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    other: Callable[[], object]
+
+    def is_neg(self) -> bool:
+        self.other()
+        return False
+
+
+def test_threads_offload_other_shapes_at_the_same_call_site(tmp_path: Path) -> None:
+    with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
+        recipe = Recipe(engine, Site(name="x"))
+        original = torch.arange(5000)
+        owners = [engine.offload(original, recipe)]
+        x = original.clone().as_subclass(Interleaved)
+        x.other = lambda: owners.append(engine.offload(torch.arange(10), recipe))
+        owner = engine.offload(x, recipe)
+        assert len(owners) > 1
+        engine.release(owner, x)
+        y = engine.reload(owner, original.size())
+        engine.wait(y, owner)
+        assert torch.equal(y, original)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 import typer
 from rich.console import Console
@@ -40,13 +41,40 @@ SsdDirOption = Annotated[
 
 
 def load_callable(name: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
-    """Import ``package.module:function``. The working directory is searched too."""
+    """Import ``package.module:function``. The working directory is searched too.
+
+    Raises:
+        typer.BadParameter: there is no such function. When the function that is returned is called: it does not take
+            these arguments, or it does not return a model and its inputs.
+    """
     module_name, _, attribute = name.partition(":")
     sys.path.insert(0, "")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        make = getattr(importlib.import_module(module_name), attribute)
+        signature = inspect.signature(make)
+    except (ValueError, ImportError, AttributeError, TypeError) as error:
+        raise typer.BadParameter(str(error), param_hint="MODEL") from error
     finally:
         sys.path.remove("")
+
+    def make_checked(*arguments: Any) -> tuple[Any, tuple[Any, ...]]:
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            raise typer.BadParameter(
+                f"{name} cannot be called with {len(arguments)} arguments ({error}). --help says what is expected.",
+                param_hint="MODEL",
+            ) from error
+        made: object = make(*arguments)
+        parts = cast("Sequence[Any]", made) if isinstance(made, (tuple, list)) else (made,)
+        if len(parts) == 2 and callable(parts[0]) and isinstance(parts[1], (tuple, list)):
+            return parts[0], tuple(cast("Sequence[Any]", parts[1]))
+        found = ", ".join(type(part).__name__ for part in parts)
+        raise typer.BadParameter(
+            f"{name} returned {found}; expected a model and a tuple of its inputs.", param_hint="MODEL"
+        )
+
+    return make_checked
 
 
 def progress_columns() -> tuple[ProgressColumn, ...]:
@@ -123,7 +151,7 @@ class JsonTarget:
     With `-`, all other output goes to stderr, so that stdout contains only JSON.
 
     Raises:
-        typer.BadParameter: the directory of the file does not exist. Raised before any work is done.
+        typer.BadParameter: the path is a directory, or that of the file does not exist. Raised before any work is done.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -131,6 +159,8 @@ class JsonTarget:
         self._to_stdout = path == Path("-")
         if path is not None and not path.parent.is_dir():
             raise typer.BadParameter(f"The directory of {path} does not exist.", param_hint="--json")
+        if path is not None and path.is_dir():
+            raise typer.BadParameter(f"{path} is a directory; expected the path of a file.", param_hint="--json")
         self.console = Console(stderr=self._to_stdout)
 
     def write(self, text: str) -> None:

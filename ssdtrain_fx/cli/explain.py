@@ -80,14 +80,14 @@ def explain(
         if path is not None and not path.parent.is_dir():
             raise typer.BadParameter(f"The directory of {path} does not exist.", param_hint=option)
     sizes = {"layers": layers, "hidden": hidden, "batch": batch, "sequence": sequence, "vocab": vocab}
-    try:
-        if ":" in model:
-            module, inputs = load_callable(model)()
-        else:
+    if ":" in model:
+        module, inputs = load_callable(model)()
+    else:
+        try:
             module, make_batch = build(model, **sizes, dropout=dropout)
-            inputs = make_batch(torch.Generator().manual_seed(0))
-    except (ValueError, ImportError, AttributeError) as error:
-        raise typer.BadParameter(str(error), param_hint="MODEL") from error
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="MODEL") from error
+        inputs = make_batch(torch.Generator().manual_seed(0))
     named: dict[str, Any] = {
         "max_slowdown": max_slowdown,
         "memory_budget_bytes": memory_budget_bytes,

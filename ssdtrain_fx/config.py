@@ -325,7 +325,7 @@ def _paths(ssd_dir: object) -> str | Path | tuple[str | Path, ...] | None:
     paths = tuple(entry for entry in entries if isinstance(entry, (str, Path)))
     if paths and paths == entries:
         return paths
-    raise _wrong("ssd_dir", cast(object, ssd_dir), "a path, a sequence of paths, or None")
+    raise _wrong("ssd_dir", cast(object, ssd_dir), "a path, a sequence of at least one path, or None")
 
 
 def _strings(ssd_dir: str | Path | Sequence[str | Path] | None) -> str | tuple[str, ...] | None:

@@ -27,8 +27,8 @@ def check_directories(ssd_dir: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the absolute paths of the directories to use: ``ssd_dir``, else the list in ``$SSDTRAIN_DIR``, separated
     by ``os.pathsep``, else the temporary directory.
 
-    Raises ConfigError if one is missing, is not a directory, is named twice, or no file can be created in it. Warns
-    once per directory if it is on a file system in memory, where offloading is useless, or on a network or user-space
+    Raises ConfigError if one is empty, is missing, is not a directory, is named twice, or no file can be created in it.
+    Warns once per directory if it is on a file system in memory, where offloading is useless, or on a network or user-space
     file system, where it is slow.
     """
     if ssd_dir is not None:
@@ -53,13 +53,15 @@ def check_directories(ssd_dir: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def _check(directory: str, origin: str, otherwise: str) -> str:
     """Return the absolute path of ``directory``. Raises ConfigError if it cannot be used."""
+    if not directory:  # Path("") is the working directory, which nobody named
+        raise ConfigError(f"{origin} names no directory. Name at least one on a local SSD.")
     path = Path(directory).expanduser().absolute()
     directory = str(path)
-    if not path.exists():
-        raise ConfigError(f"{origin} is {directory!r}, which does not exist. Create it, or {otherwise}.")
-    if not path.is_dir():
-        raise ConfigError(f"{origin} is {directory!r}, which is not a directory. Replace it, or {otherwise}.")
     try:
+        if not path.exists():
+            raise ConfigError(f"{origin} is {directory!r}, which does not exist. Create it, or {otherwise}.")
+        if not path.is_dir():
+            raise ConfigError(f"{origin} is {directory!r}, which is not a directory. Replace it, or {otherwise}.")
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:

@@ -58,6 +58,18 @@ def test_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_directories(None)
 
 
+@pytest.mark.parametrize("named", ["", [""], ["{tmp}", ""]])
+def test_an_empty_path_is_not_the_working_directory(named: str | list[str], tmp_path: Path) -> None:
+    paths = named if isinstance(named, str) else [path.format(tmp=tmp_path) for path in named]
+    with pytest.raises(ConfigError, match=r"ssd_dir names no directory\. Name at least one"):
+        check_directories(paths)
+
+
+def test_a_path_that_the_system_refuses_to_look_at(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"where no file can be created: File name too long\."):
+        check_directories(str(tmp_path / ("x" * 300)))
+
+
 def test_a_file_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="which is not a directory"):

@@ -332,7 +332,8 @@ def check_directory(name: str, answer: Answer) -> list[Finding]:
         found = f"{name or 'temporary directory'}: {answer['silent']}"
         return [Finding(name="directory", status="problem", found=found, advice=advice)]
     if "missing" in answer:
-        advice = "create it, or choose another one with --ssd-dir"
+        create = "create it, or " if answer["missing"] == "does not exist" else ""
+        advice = f"{create}choose another directory with --ssd-dir"
         found = f"{answer['path']} {answer['missing']}"
         return [Finding(name="directory", status="problem", found=found, advice=advice)]
     return list(_check_existing(answer))

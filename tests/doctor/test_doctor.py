@@ -242,8 +242,12 @@ def test_one_thing_wrong_with_a_directory_shows_in_one_line(
     ("answer", "found", "advice"),
     [
         ({"silent": "no answer within 2 s"}, "/mnt/ssd: no answer within 2 s", "does not answer"),
-        ({"path": "/mnt/ssd", "missing": "does not exist"}, "/mnt/ssd does not exist", "create it"),
-        ({"path": "/mnt/ssd", "missing": "is not a directory"}, "/mnt/ssd is not a directory", "create it"),
+        ({"path": "/mnt/ssd", "missing": "does not exist"}, "/mnt/ssd does not exist", "create it, or choose"),
+        (
+            {"path": "/mnt/ssd", "missing": "is not a directory"},
+            "/mnt/ssd is not a directory",
+            "choose another directory",
+        ),
     ],
 )
 def test_a_directory_that_cannot_be_used(answer: Answer, found: str, advice: str) -> None:

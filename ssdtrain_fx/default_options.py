@@ -35,9 +35,30 @@ def config_with_defaults(options: Mapping[str, Any] | None = None) -> OffloadCon
     """The configuration for ``options``. What they leave out comes from ``enable`` and from ``$SSDTRAIN_OPTIONS``.
 
     Raises:
-        ConfigError: as for :func:`config_over_environment`.
+        ConfigError: ``options`` is not a mapping, or as for :func:`config_over_environment`.
     """
+    if options is not None and not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"The options of backend 'ssdtrain' are {options!r}; expected a dictionary, such as "
+            '{"max_slowdown": 0.05}.'
+        )
     return config_over_environment({**_enabled, **{str(name): value for name, value in (options or {}).items()}})
+
+
+def given_or_default(config: OffloadConfig | None) -> OffloadConfig:
+    """``config``; if it is None, the configuration of :func:`config_with_defaults`.
+
+    Raises:
+        ConfigError: ``config`` is something else, or as for :func:`config_with_defaults`.
+    """
+    if config is None:
+        return config_with_defaults()
+    if not isinstance(config, OffloadConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"The configuration of backend 'ssdtrain' is {config!r}; expected an OffloadConfig, such as "
+            "OffloadConfig(max_slowdown=0.05), or None."
+        )
+    return config
 
 
 def config_over_environment(given: Mapping[str, Any]) -> OffloadConfig:

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from ssdtrain_fx import _torch_private
+from ssdtrain_fx.errors import ConfigError
 
 
 def compile_to_zeros(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
@@ -30,7 +31,12 @@ def run_dry(model: Callable[..., Any], trace: Callable[..., Any], *inputs: Any, 
 
     Buffers and the state of random number generators are unchanged afterwards, and no recompilation of the model is
     used up. A compiled module is treated as the module inside it.
+
+    Raises:
+        ConfigError: ``model`` cannot be called.
     """
+    if not callable(model):
+        raise ConfigError(f"The model is {model!r}; expected a module or a function, followed by its inputs.")
     model = getattr(model, "_orig_mod", model)
     buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
     values = {name: buffer.detach().clone() for name, buffer in buffers.items()}

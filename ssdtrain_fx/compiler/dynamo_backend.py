@@ -13,7 +13,7 @@ from torch import fx
 from ssdtrain_fx.compiler.aot_eager import compile_with_aot_eager
 from ssdtrain_fx.compiler.replan import Drift, ReplanningStep, has_static_shapes
 from ssdtrain_fx.config import OffloadConfig, device_of
-from ssdtrain_fx.default_options import config_with_defaults
+from ssdtrain_fx.default_options import config_with_defaults, given_or_default
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.planning.step_budget import StepBudget
@@ -45,7 +45,7 @@ class OffloadBackend:
         """Compile one graph. Called by Dynamo."""
         if options:
             raise ConfigError(
-                f"options={dict(options)!r} were given to torch.compile together with ssdtrain_fx.backend(...). "
+                f"options={options!r} were given to torch.compile together with ssdtrain_fx.backend(...). "
                 'Put them into its OffloadConfig, or use backend="ssdtrain" with options=.'
             )
         return _compile(gm, example_inputs, self.config, mode)
@@ -56,10 +56,10 @@ def backend(config: OffloadConfig | None = None) -> OffloadBackend:
     ``ssdtrain_fx.enable`` and of ``$SSDTRAIN_OPTIONS``; with it, these do not count.
 
     Raises:
-        ConfigError: ``ssd_dir`` cannot be used, or ``$SSDTRAIN_OPTIONS`` is needed and wrong. Checked here, before
-            anything is traced.
+        ConfigError: ``config`` is not an OffloadConfig, its ``ssd_dir`` cannot be used, or ``$SSDTRAIN_OPTIONS`` is
+            needed and wrong. Checked here, before anything is traced.
     """
-    config = config_with_defaults() if config is None else config
+    config = given_or_default(config)
     check_directories(config.engine_config().ssd_dir)
     return OffloadBackend(config)
 

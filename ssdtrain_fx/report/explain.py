@@ -10,7 +10,7 @@ from torch import fx
 from ssdtrain_fx.compiler.aot_eager import compile_with_aot_eager
 from ssdtrain_fx.compiler.dry_run import compile_to_zeros, run_dry
 from ssdtrain_fx.config import OffloadConfig
-from ssdtrain_fx.default_options import config_with_defaults
+from ssdtrain_fx.default_options import given_or_default
 from ssdtrain_fx.passes.pipeline import OffloadedStep
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, Endurance
 from ssdtrain_fx.report.graph_report import GraphReport
@@ -44,12 +44,13 @@ def explain(
             its data sheet times 10**12. The default is 600 TB, common for client drives of 1 TB.
 
     Raises:
-        ConfigError: ``rated_endurance_bytes`` is not above 0.
+        ConfigError: ``model`` cannot be called, ``config`` is not an OffloadConfig, or ``rated_endurance_bytes`` is not
+            above 0.
         BudgetError: ``config.memory_budget_bytes`` cannot be met.
     """
     from ssdtrain_fx.compiler.inductor import trace_with_inductor
 
-    config = config_with_defaults() if config is None else config
+    config = given_or_default(config)
     Endurance(rated_endurance_bytes, 0, 0.0)  # validate before tracing
     steps: list[OffloadedStep] = []
 

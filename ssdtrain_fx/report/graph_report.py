@@ -19,7 +19,10 @@ from ssdtrain_fx.report.graphs import diff_graphs, render_svg, to_dot
 from ssdtrain_fx.report.table import Row, Sort, format_table, make_rows
 from ssdtrain_fx.units import format_bytes, format_seconds
 
-EMPTY = "No graph of this call saves anything for backward (no gradient is needed, or nothing was captured)."
+EMPTY = (
+    "No graph of this call saves anything for backward (no gradient is needed, or nothing was captured). Let "
+    'parameters or inputs require gradients; TORCH_LOGS="graph_breaks" shows what was not captured.'
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

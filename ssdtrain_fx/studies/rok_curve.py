@@ -22,7 +22,7 @@ from torch import fx
 
 from ssdtrain_fx.compiler.dry_run import run_dry
 from ssdtrain_fx.config import OffloadConfig
-from ssdtrain_fx.default_options import config_with_defaults
+from ssdtrain_fx.default_options import given_or_default
 from ssdtrain_fx.errors import BudgetError, ConfigError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.node_calls import Times
@@ -135,7 +135,7 @@ def rok(
     Raises:
         ConfigError: an option has an invalid value, or the model does not compile to exactly one training graph.
     """
-    config = dataclasses.replace(config_with_defaults() if config is None else config, inner="inductor", policy="auto")
+    config = dataclasses.replace(given_or_default(config), inner="inductor", policy="auto")
     configs = [dataclasses.replace(config, max_slowdown=share, memory_budget_bytes=None) for share in max_slowdowns]
     configs += [dataclasses.replace(config, memory_budget_bytes=size_bytes) for size_bytes in memory_budgets_bytes]
     makers: list[tuple[Strategy, MakeModel]] = [("keep", make_model)]

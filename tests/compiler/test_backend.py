@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from test_training_loops import Tower
 
 import ssdtrain_fx
-from ssdtrain_fx import ConfigError, OffloadConfig, backend
+from ssdtrain_fx import ConfigError, OffloadConfig, backend, explain, rok
 from ssdtrain_fx.compiler import inductor
 from ssdtrain_fx.runtime.config import EngineConfig
 
@@ -69,9 +70,9 @@ def test_an_unknown_option_lists_the_valid_ones() -> None:
         ("io_timeout_s", float("inf"), "a finite number of seconds > 0, or None"),
         ("io_timeout_s", "5 min", "a number of seconds"),
         ("io_timeout_s", True, "a number of seconds"),
-        ("ssd_dir", 3, "a path, a sequence of paths, or None"),
-        ("ssd_dir", [], "a path, a sequence of paths, or None"),
-        ("ssd_dir", ["/fast", 3], "a path, a sequence of paths, or None"),
+        ("ssd_dir", 3, "a path, a sequence of at least one path, or None"),
+        ("ssd_dir", [], "a path, a sequence of at least one path, or None"),
+        ("ssd_dir", ["/fast", 3], "a path, a sequence of at least one path, or None"),
     ],
 )
 def test_a_wrong_value_names_the_option_and_what_was_expected(name: str, value: object, expected: str) -> None:
@@ -91,6 +92,28 @@ def test_the_constructor_names_an_unknown_option_as_the_dictionary_does() -> Non
     assert str(by_name.value) == str(by_dictionary.value)
     with pytest.raises(ConfigError, match="Unknown option '1' for"):
         OffloadConfig.from_options({1: 0.1})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("options", ["max_slowdown=0.1", ["max_slowdown"]])
+def test_options_that_are_not_a_dictionary(options: Any) -> None:
+    with pytest.raises(
+        Exception, match=r"ConfigError: The options of backend 'ssdtrain' are .*; expected a dictionary"
+    ):
+        compile_and_run(backend="ssdtrain", options=options)
+
+
+@pytest.mark.parametrize("config", [{"max_slowdown": 0.1}, "/mnt/nvme0", OffloadConfig])
+def test_what_is_not_a_configuration_is_refused(config: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: backend(config),
+        lambda: explain(torch.nn.Linear(2, 2), torch.randn(2, 2), config=config),
+        lambda: rok(lambda batch: (torch.nn.Linear(2, 2), ()), batch_sizes=[1], config=config),
+    ]
+    for call in calls:
+        with pytest.raises(
+            ConfigError, match=r"The configuration of backend 'ssdtrain' is .*; expected an OffloadConfig"
+        ):
+            call()
 
 
 def test_an_option_without_a_name_is_refused() -> None:

@@ -89,6 +89,12 @@ def test_code_without_gradients_says_so() -> None:
     report = explain(lambda x: x.exp().sum(), batch(), config=config())
     assert report.graphs == ()
     assert str(report).startswith("No graph of this call saves anything for backward")
+    assert "Let parameters or inputs require gradients" in str(report)
+
+
+def test_the_name_of_a_model_is_no_model() -> None:
+    with pytest.raises(ConfigError, match="The model is 'gpt2'; expected a module or a function"):
+        explain("gpt2", config=config())  # pyright: ignore[reportArgumentType]
 
 
 def test_functions_and_keywords() -> None:

@@ -1,6 +1,6 @@
 """What one graph of a chain should move: the most bytes that can be away between its forward and its backward.
 
-See :mod:`ssdtrain_fx.passes.analysis.chains` for what a chain is, and why its graphs do not go by their own peak.
+See :mod:`ssdtrain_fx.passes.analysis.chains` for what a chain is, and why its graphs do not minimise their own peak.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Live intervals and what they add up to: how many bytes are live at each position of a step.
+"""Live intervals, and their sum: the bytes that are live at each position of a step.
 
 An interval is half-open, ``[start, end)``: the storage exists while the nodes at positions start..end-1 run.
 """

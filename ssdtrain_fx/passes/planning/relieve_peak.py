@@ -2,8 +2,8 @@
 
 1. *Fill.* Add the storage that covers the current peak and frees most bytes per second, until the time is used up. No
    storage is recomputed from another one that is.
-2. *Exchange.* Cheap storages may block better ones: with 'b' made from 'a' and 'd', neither of these can be recomputed
-   any more. So put in one storage after the other, take out what it excludes, and fill again. Keep what is better.
+2. *Exchange.* Cheap storages may block better ones: if 'b' is recomputed from 'a' and 'd', neither of these can be
+   recomputed. So insert each storage in turn, remove those that it excludes, and fill again. Keep the better set.
 
 One fill of n storages and m positions takes O(n (n + m)). The number of exchanges is limited.
 """

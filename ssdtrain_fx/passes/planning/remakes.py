@@ -1,11 +1,11 @@
-"""Recomputation in the planning problem: which storages backward may make again, in numbers.
+"""Recomputation in the planning problem: which storages backward may recompute, in numbers.
 
-A storage that is made again is freed after its last read in forward, and its nodes run again right before its first
+A recomputed storage is freed after its last read in forward, and its nodes run again right before its first
 read in backward. They read other storages, which have to be in memory by then: if one of them is offloaded, its wait
 moves there.
 
-The planner does not decide about these numbers. It plans for rewritten graphs, which also show how copies are fused and
-which temporaries they need. ``solve_exactly`` decides about them, to judge the planner.
+The planner does not decide from these numbers. It plans for rewritten graphs, which also show how copies are fused and
+which temporaries they need. ``solve_exactly`` decides from them, to evaluate the planner.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ make progress:
 - A storage in the host tier occupies staging from its copy out until its copy in has finished, which leaves less
   staging to the writes. All copies out share one channel and take turns; a copy in does not wait for reads.
 
-The result depends on the problem and the placement alone. No real clock and no random numbers are used.
+The result depends only on the problem and the placement. No real clock and no random numbers are used.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A choice keeps, offloads or recomputes each storage, and places what is offloaded.
 
-It is meant for judging planners on small graphs, not for everyday planning.
+It is meant for evaluating planners on small graphs, not for training.
 
     minimise    peak
     such that   peak >= live bytes at every position

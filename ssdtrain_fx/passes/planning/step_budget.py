@@ -1,11 +1,11 @@
 """The budget of a step, and how much of it a plan may use.
 
-A user thinks of the memory of a process, and a plan counts the bytes of storages. On a CPU, a step adds more to the
-resident memory than its storages: what the engine stages, and what the allocator cannot reuse.
+A budget is the memory of a process, but a plan counts the bytes of storages. On a CPU, a step adds more to the resident
+memory than its storages: staging, and memory that the allocator cannot reuse.
 
     resident memory of a step = FRAGMENTATION * peak of the plan + staging
 
-This is the only place that knows the relation. On a GPU, device memory holds storages only, so both are the same.
+Only this module contains this relation. On a GPU, device memory holds storages only, so both are the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a tensor may leave memory, judged by how long the training thread would have to wait for it.
+"""Decide whether a tensor may leave memory, by the time that the training thread would have to wait for it.
 
 The plan is made once, for a disk as fast as the hardware profile says. A disk that is slower today would stall every
 step. Unplanned stalls may therefore take at most a share of the time, which an account enforces::
@@ -8,8 +8,8 @@ step. Unplanned stalls may therefore take at most a share of the time, which an 
     stall      deducts how much longer it lasted than predicted and planned for the tensor
     token dies returns what was predicted and planned but did not happen: the plan may have waited for another tensor
 
-A full balance covers any stall, and a long stall leaves a debt. So a disk that was found slow is tried again from time
-to time, and the share holds in the long run even if predictions are wrong.
+A full balance covers any stall, and a long stall leaves a debt. A slow disk is therefore tried again from time to
+time, and the share holds in the long run even if predictions are wrong.
 
 The caller holds the engine's lock.
 """

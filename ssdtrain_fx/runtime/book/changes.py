@@ -1,27 +1,27 @@
 """Changes of the ledger that an interrupt cannot split unnoticed.
 
-KeyboardInterrupt arrives in the main thread between any two bytecodes, also within ``except`` and ``finally``, and any
-allocation may raise MemoryError. Stores that belong together are then torn apart. It cannot be prevented, so it is
-noticed, as a database notices a crash by its journal::
+KeyboardInterrupt can arrive in the main thread between any two bytecodes, also within ``except`` and ``finally``, and
+any allocation may raise MemoryError. Stores that belong together are then incomplete. This cannot be prevented, but it
+can be detected, as a database detects a crash by its journal::
 
     with ledger.lock, ledger.change:        # 1. sets ``unfinished``
         ...                                 # 2. any stores
                                             # 3. clears ``unfinished``, or records a failure if an exception passes
 
-The invariant: **whoever holds the lock and finds no failure, finds all of every change before, or nothing of it.**
+The invariant: **a thread that holds the lock and finds no failure sees every earlier change completely or not at all.**
 
-* A failure ends the use of the engine, and only that. Its ops raise. The registry opens another engine for the next
-  step, and closes this one.
-* If step 3 itself is interrupted, ``unfinished`` stays set, and the next one to take the lock records the failure.
-* Errors that an op raises on purpose, such as that of a closed engine, come before its first store. They are none.
-* No lock is lost. ``with`` takes and returns a lock of :mod:`threading` within one instruction, and the interpreter
-  looks for signals only between some of them: not between the acquisition and the block, nor before the release.
-  ``Condition.wait`` is no such ``with``, so only the engine's own threads, which no signal reaches, use it.
-* Nobody waits with the lock: a thread looks, lets go of the lock, and waits in :class:`Progress` for a change. An
-  interrupt in between splits nothing.
+* A failure ends only the engine. Its ops raise. The registry opens another engine for the next step, and closes this
+  one.
+* If step 3 itself is interrupted, ``unfinished`` stays set, and the next holder of the lock records the failure.
+* An error that an op raises on purpose, such as that of a closed engine, precedes its first store, and is no failure.
+* No lock is lost. ``with`` acquires a lock of :mod:`threading` in one instruction, and releases it in one. The
+  interpreter does not check for signals between the acquisition and the block, nor before the release.
+  ``Condition.wait`` gives no such guarantee, so only the engine's own threads, which receive no signals, use it.
+* No thread waits while it holds the lock: it checks the state, releases the lock, and waits in :class:`Progress` for a
+  change. An interrupt in between does no harm.
 
-A signal handler, and a finaliser, run on a thread that may be in the midst of a change. They may ask for statistics or
-close engines (see :mod:`ssdtrain_fx.runtime.engines`). A change within a change is refused.
+A signal handler or a finaliser may run on a thread that is making a change. They may request statistics or close
+engines (see :mod:`ssdtrain_fx.runtime.engines`). A change within a change is refused.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Guarantees:
 * A slot is freed once its entry is dead and nothing of it is in flight, never before.
 * A change is complete, or the engine has failed: see :mod:`ssdtrain_fx.runtime.book.changes`.
 * No tensor is destroyed with the lock held: tensors to destroy go to ``trash``, which is emptied without the lock.
-  Otherwise a thread could deadlock: 1. it drops the last reference to a tensor under the lock, 2. a finaliser of the
-  user runs and calls an op, 3. the op waits for the lock that the thread holds.
+  Otherwise a thread could deadlock: 1. it drops the last reference to a tensor under the lock, 2. a user's
+  finaliser runs and calls an op, 3. the op waits for the lock that the thread holds.
 """
 
 from __future__ import annotations

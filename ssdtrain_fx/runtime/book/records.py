@@ -1,6 +1,6 @@
 """The records of one engine: offloaded tensors, their chunks, their reloads, and the runs of graphs they belong to.
 
-docs/architecture.md lists the states of a chunk and of an entry, and what leads from one to the next.
+docs/architecture.md lists the states of a chunk and of an entry, and the transitions between them.
 
 Only the ledger and the lanes change a record, with the ledger's lock held.
 """

@@ -1,14 +1,14 @@
-"""How fast the disk of one engine really is: transfers timed one by one, averaged per direction.
+"""The measured rates of the disk of one engine: each transfer is timed, and the rates are averaged per direction.
 
 Threads share the disk: by Little's law, each of n concurrent transfers takes n times as long as it would take alone.
 Requests that one thread submits to the kernel are served in order instead: a transfer that began after others takes as
-long as all their bytes and its own bytes. So every transfer tells the rate of the disk, whatever the others are doing,
+long as all their bytes and its own bytes. So every transfer measures the rate of the disk, regardless of the others,
 with two exceptions:
 
-* While both directions are busy, they share the disk; such a transfer tells nothing.
+* While both directions are busy, they share the disk; such a transfer measures nothing.
 * Fewer transfers than it takes to keep the disk busy give only a lower bound, and so does a transfer whose end was
   noticed late. A bound above the current rate still counts: otherwise a rate that was once measured too low would
-  remain, because tensors that stay in memory tell nothing.
+  remain, because tensors that stay in memory measure nothing.
 
 The caller holds the engine's lock.
 """

@@ -29,10 +29,10 @@ Guarantees:
   returns to the pool.
 * A read target owns all pages that it touches. The parent process does not write to these pages before the read has
   completed, so a fork does not disturb it (see :mod:`ssdtrain_fx.runtime.memory.staging`).
-* An exception within the bookkeeping, even KeyboardInterrupt, stops the engine; no thread waits forever. Memory is held
-  for as long as the kernel may use it all the same.
+* An exception within the bookkeeping, even KeyboardInterrupt, stops the engine; no thread waits forever. Memory is
+  still held for as long as the kernel may use it.
 
-A transfer that completes between two ops is noticed by the next op that waits or needs room. It is not needed earlier,
+The next op that waits or needs space notices a transfer that has completed between two ops. It is not needed earlier,
 and where :mod:`ssdtrain_fx.runtime.lanes.aio` cannot read answers from memory, asking for them costs a system call.
 """
 

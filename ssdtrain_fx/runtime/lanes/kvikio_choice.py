@@ -1,4 +1,4 @@
-"""The decision whether CUDA tensors go through KvikIO, based on a trial in another process.
+"""Decide whether CUDA tensors move through KvikIO, by a trial in another process.
 
 Why another process: if driver, library and drive do not work together, KvikIO's calls do not fail but hang. A thread
 that hangs in them cannot be stopped; a process can.
@@ -6,8 +6,8 @@ that hangs in them cannot be stopped; a process can.
 Guarantees:
 
 * Without a usable GPU, or without KvikIO, no part of KvikIO is imported.
-* With ``io="auto"``, KvikIO is used only if it reports that GPUDirect Storage is available, a trial moved bytes both
-  ways without changing one, and that took less time than through pinned host memory.
+* With ``io="auto"``, KvikIO is used only if it reports that GPUDirect Storage is available, a trial moved bytes in
+  both directions unchanged, and this took less time than through pinned host memory.
 * With ``io="kvikio"``, the trial must return the right bytes; its speed does not matter.
 * A trial that hangs is killed after ``TRIAL_TIMEOUT_S``.
 """

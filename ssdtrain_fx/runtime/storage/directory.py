@@ -28,8 +28,8 @@ def check_directories(ssd_dir: str | Sequence[str] | None) -> tuple[str, ...]:
     by ``os.pathsep``, else the temporary directory.
 
     Raises ConfigError if one is empty, is missing, is not a directory, is named twice, or no file can be created in it.
-    Warns once per directory if it is on a file system in memory, where offloading is useless, or on a network or user-space
-    file system, where it is slow.
+    Warns once per directory if it is on a file system in memory, where offloading is useless, or on a network or
+    user-space file system, where it is slow.
     """
     if ssd_dir is not None:
         directories, origin = [ssd_dir] if isinstance(ssd_dir, str) else list(ssd_dir), "ssd_dir"

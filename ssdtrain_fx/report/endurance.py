@@ -37,9 +37,9 @@ class Endurance:
     step_s: float
 
     def __post_init__(self) -> None:
-        if self.rated_bytes <= 0:
+        if not isinstance(self.rated_bytes, (int, float)) or not self.rated_bytes > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                f"The rated endurance of the drive is {self.rated_bytes} bytes; expected more than 0. "
+                f"The rated endurance of the drive is {self.rated_bytes!r} bytes; expected a number above 0. "
                 "Use the TBW of its data sheet times 10**12."
             )
 

@@ -238,8 +238,12 @@ def test_training_afterwards_computes_for_real() -> None:
 def test_the_rating_of_the_drive_can_be_given() -> None:
     report = explain(Toy(), batch(), config=config(), rated_endurance_bytes=5 * 10**12)
     assert "a drive rated for 5 TB lasts" in str(report).splitlines()[0]
-    with pytest.raises(ConfigError, match="rated endurance of the drive is 0 bytes"):
-        explain(Toy(), batch(), config=config(), rated_endurance_bytes=0)
+
+
+@pytest.mark.parametrize("rating", [0, float("nan"), "600 TB", None])
+def test_a_rating_that_is_no_number_above_0(rating: Any) -> None:
+    with pytest.raises(ConfigError, match="rated endurance of the drive is .* bytes; expected a number above 0"):
+        explain(Toy(), batch(), config=config(), rated_endurance_bytes=rating)
 
 
 def test_what_a_warm_cache_holds_is_explained_and_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

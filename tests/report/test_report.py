@@ -175,7 +175,7 @@ def test_the_host_tier_does_not_wear_the_drive(report: Report, tiered_report: Re
 
 
 def test_a_rating_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rated endurance of the drive is 0 bytes; expected more than 0"):
+    with pytest.raises(ConfigError, match="rated endurance of the drive is 0 bytes; expected a number above 0"):
         Endurance(0, 1, 1.0)
 
 

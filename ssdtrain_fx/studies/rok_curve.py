@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import fx
 
@@ -215,8 +215,14 @@ def _trace(make_model: MakeModel, batch: int, config: OffloadConfig) -> _Planner
     def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         return capture_with_inductor(gm, example_inputs, observe=found.append)
 
-    model, inputs = make_model(batch)
-    run_dry(model, capture, *inputs)
+    made: object = make_model(batch)
+    parts = cast("Sequence[Any]", made) if isinstance(made, (tuple, list)) else (made,)
+    if len(parts) != 2 or not isinstance(parts[1], (tuple, list)):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise ConfigError(
+            f"make_model returned {kinds} at batch size {batch}; expected a model and a tuple of its inputs."
+        )
+    run_dry(parts[0], capture, *cast("Sequence[Any]", parts[1]))
     if len(found) != 1:
         raise ConfigError(
             f"The model compiles to {len(found)} training graphs at batch size {batch}; a curve needs exactly one. "

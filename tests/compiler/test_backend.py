@@ -116,6 +116,14 @@ def test_what_is_not_a_configuration_is_refused(config: Any) -> None:
             call()
 
 
+@pytest.mark.parametrize("inputs", [(), (torch.zeros(2, 2),)])
+def test_a_curve_needs_a_model_and_a_tuple_of_its_inputs(inputs: tuple[Any, ...]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"make_model returned Linear.* at batch size 2; expected a model and a tuple"
+    ):
+        rok(lambda batch: (torch.nn.Linear(2, 2), *inputs), batch_sizes=[2])
+
+
 def test_an_option_without_a_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"takes its options by name, such as ssd_dir=\.\.\.; found '/tmp' without"):
         OffloadConfig("/tmp")  # pyright: ignore[reportCallIssue]

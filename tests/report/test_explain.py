@@ -242,7 +242,7 @@ def test_the_rating_of_the_drive_can_be_given() -> None:
 
 @pytest.mark.parametrize("rating", [0, float("nan"), "600 TB", None])
 def test_a_rating_that_is_no_number_above_0(rating: Any) -> None:
-    with pytest.raises(ConfigError, match="rated endurance of the drive is .* bytes; expected a number above 0"):
+    with pytest.raises(ConfigError, match=r"rated endurance of the drive is .* bytes; expected a number above 0"):
         explain(Toy(), batch(), config=config(), rated_endurance_bytes=rating)
 
 

@@ -215,7 +215,7 @@ def _trace(make_model: MakeModel, batch: int, config: OffloadConfig) -> _Planner
     def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         return capture_with_inductor(gm, example_inputs, observe=found.append)
 
-    made: object = make_model(batch)
+    made = cast(object, make_model(batch))
     parts = cast("Sequence[Any]", made) if isinstance(made, (tuple, list)) else (made,)
     if len(parts) != 2 or not isinstance(parts[1], (tuple, list)):
         kinds = ", ".join(type(part).__name__ for part in parts)

@@ -16,6 +16,11 @@ A copy right after the view could be too late, because views that only backward 
 
 The copy keeps the order of the view's strides, so every view of the view can also be taken from the copy.
 
+Only matrix products may read the view in backward. They bring their arguments into blocks of their own, so the layout
+does not matter. Elsewhere it changes bits: the loop over a dense copy has one dimension where the loop over a view has
+two, so ``sum`` adds in another order, and ``sigmoid`` or ``gelu`` is computed by vector code for other elements. With
+Inductor, this holds for every op that is fused with a reduction: ``sum(mul(gy, token))``, the gradient of a scale.
+
 It is a ``lift_fresh_copy`` and no ``clone``: Inductor drops a clone that has the strides of its argument, whatever
 storage that lies on. The storage would then live on, against the plan.
 """
@@ -37,6 +42,7 @@ from ssdtrain_fx.passes.graph.copy_nodes import copy_nodes, erase_unread, fake_r
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, find_saved
 
 COPY = torch.ops.aten.lift_fresh_copy.default
+_PRODUCTS = frozenset(f"aten.{name}.default" for name in ("addmm", "baddbmm", "bmm", "mm"))
 MIN_PARTS = 4
 MIN_SAVED_BYTES = 1 << 16
 """A guess: below this size, an additional kernel does not pay off."""
@@ -73,16 +79,18 @@ def copy_out_views(
     held = storages_of((*joint.forward_outputs, *joint.gradients), alias_sets)
     held |= find_written_storages(joint.graph, alias_sets)
     positions = joint.positions()
+    marker = positions[joint.marker]
     chosen: list[tuple[Candidate, list[_Copy]]] = []
     for candidate in candidates:
         if candidate.storage.is_input or candidate.storage.idx in held:
+            continue
+        if not _only_products_read(candidate, positions, marker):
             continue
         copies = _find_copies(candidate, alias_sets, positions)
         if copies and _pays(candidate, copies, min_parts, min_saved_bytes):
             chosen.append((candidate, copies))
     if not chosen:
         return joint
-    marker = positions[joint.marker]
     in_backward = {node for node, position in positions.items() if position > marker}
     for candidate, copies in chosen:
         for copy in copies:
@@ -91,6 +99,13 @@ def copy_out_views(
         erase_unread(node for node in candidate.storage.holders if node not in in_backward)
     joint.gm.recompile()
     return dataclasses.replace(joint, saved=find_saved(joint))
+
+
+def _only_products_read(candidate: Candidate, positions: Mapping[fx.Node, int], marker: int) -> bool:
+    """Whether every op of backward that reads the storage, directly or through views, is a matrix product."""
+    holders = set(candidate.storage.holders)
+    readers = {user for holder in holders for user in holder.users if positions[user] > marker} - holders
+    return all(str(reader.target) in _PRODUCTS for reader in readers)
 
 
 def _find_copies(candidate: Candidate, alias_sets: AliasSets, positions: Mapping[fx.Node, int]) -> list[_Copy] | None:

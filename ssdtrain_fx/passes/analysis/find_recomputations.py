@@ -18,12 +18,16 @@ comparisons, ``+ - * /`` and square roots. This rules out:
 - Matrix products: a sum that follows may be merged into them, arguments may have other layouts, and other kernels may
   be chosen.
 
-Two more cases are unsafe:
+Three more cases are unsafe:
 
 - float16 and bfloat16 values are rounded only when they are stored, and fusion decides what is stored. So only ops
   that commute with rounding are safe there: moves, ``relu``, ``neg``, ``abs``. And every operand must have the dtype
   of the result: ``where(m, bf16, f32)`` is a float32 value, so fused code selects the bfloat16 operand before it is
   rounded, and code that reads the stored operand selects it afterwards.
+- On a CPU, what runs again joins a loop of backward, and may change the vectors of that loop: its ``sin`` and its sums
+  would get other bits. Inductor has no vector code for some dtypes, such as int16, so their loops are scalar code. And
+  a loop whose parts all use 16-bit values has vectors of twice as many elements; a mask made from float32 values would
+  end that. So in a graph with 16-bit values, only ops on such values are safe.
 - On a GPU, ``a * b + c`` in one kernel is rounded once. So neither products nor sums of products are safe there.
   Division and square root are not safe either, because Triton approximates them.
 """
@@ -135,6 +139,22 @@ _KERNELS_OF_THEIR_OWN = _CONVOLUTIONS | {"aten.mm", "aten.addmm", "aten.bmm", "a
 """Never fused: their results are stored, and so rounded, before they are read."""
 
 
+_HAS_VECTOR_CODE = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
+"""The dtypes that do not turn a whole loop into scalar code (``VECTORIZABLE_DTYPES`` of torch 2.13; no float8 here)."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recomputation:
     """How backward recomputes one saved storage."""
@@ -222,6 +242,7 @@ class _Finder:
         self.saved = {candidate.storage.idx for candidate in candidates}
         self.written = find_written_storages(joint.graph, alias_sets)
         self.compiled = compiled
+        self.has_low_precision = compiled and any(map(_has_low_precision, joint.graph.nodes))
         self.may_change_layouts = compiled and any(_name(node) in _CONVOLUTIONS for node in joint.graph.nodes)
         self.max_ops = max_ops
 
@@ -291,11 +312,22 @@ class _Finder:
             raise _CannotRunAgainError(f"{node.name} is written in place")
         reason = _reason_against_op(node)
         if not reason and not self._is_view(node) and self.compiled:
-            reason = _reason_against_compiled_op(node)
+            reason = _reason_against_compiled_op(node) or self._reason_against_vectors(node)
             if not reason and self.may_change_layouts and node.meta["val"].dim() in (4, 5):
                 reason = "Inductor may choose another layout for it, because the graph has convolutions"
         if reason:
             raise _CannotRunAgainError(f"{node.name} ({_name(node)}): {reason}")
+
+    def _reason_against_vectors(self, node: fx.Node) -> str:
+        """Why the node may change the vectors of a loop that it joins; empty if it cannot."""
+        tensors = _tensors_of(node)
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            return ""
+        if any(tensor.dtype not in _HAS_VECTOR_CODE for tensor in tensors):
+            return "Inductor has no vector code for its dtype, and loops of backward would become scalar code"
+        if self.has_low_precision and not any(map(_is_low, tensors)):
+            return "loops over 16-bit values have other vectors than its own, and it may join one"
+        return ""
 
     def _is_view(self, node: fx.Node) -> bool:
         """Does the node allocate no storage?"""
@@ -334,16 +366,10 @@ def _reason_against_compiled_op(node: fx.Node) -> str:
         return "returns several tensors"
     if name not in _COMMUTES_WITH_ROUNDING and name not in _EXACT and name not in _ROUNDED_ONCE:
         return "fusion may change its last bits"
-    tensors = [
-        leaf
-        for value in (node, *node.all_input_nodes)
-        for leaf in _torch_private.tree_leaves(value.meta.get("val"))
-        if isinstance(leaf, torch.Tensor)
-    ]
+    tensors = _tensors_of(node)
     if any(tensor.is_complex() for tensor in tensors):
         return "complex arithmetic takes several operations"
-    low = any(tensor.is_floating_point() and tensor.element_size() < 4 for tensor in tensors)
-    if low and (name not in _COMMUTES_WITH_ROUNDING or not _has_one_precision(node, tensors)):
+    if any(map(_is_low, tensors)) and (name not in _COMMUTES_WITH_ROUNDING or not _has_one_precision(node, tensors)):
         return "fusion decides whether a low-precision value is rounded"
     if name == "aten.div" and node.kwargs.get("rounding_mode") is not None:
         return "division with a rounding mode takes several operations"
@@ -353,6 +379,22 @@ def _reason_against_compiled_op(node: fx.Node) -> str:
         if _contracts_products(tensors) and (node.kwargs or any(map(_may_be_product, node.all_input_nodes))):
             return "the sum of a product may be rounded once"
     return ""
+
+
+def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The result and the operands."""
+    values = (node, *node.all_input_nodes)
+    leaves = (leaf for value in values for leaf in _torch_private.tree_leaves(value.meta.get("val")))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _is_low(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() < 4
+
+
+def _has_low_precision(node: fx.Node) -> bool:
+    leaves = _torch_private.tree_leaves(node.meta.get("val"))
+    return any(isinstance(leaf, torch.Tensor) and _is_low(leaf) for leaf in leaves)
 
 
 def _has_one_precision(node: fx.Node, tensors: Sequence[torch.Tensor]) -> bool:

@@ -278,8 +278,8 @@ def test_every_op_that_commutes_with_rounding_is_tried() -> None:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "dtypes",
-    [(LOW, HIGH), pytest.param((LOW, LOW), marks=pytest.mark.slow)],
-    ids=["low-high", "low"],
+    [(HIGH, LOW), *(pytest.param(dtypes, marks=pytest.mark.slow) for dtypes in ((LOW, LOW), (LOW, HIGH)))],
+    ids=["high-low", "low", "low-high"],
 )
 def test_hazard_13_operands_of_another_precision_are_rounded_where_they_are_stored(
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -296,7 +296,8 @@ def test_hazard_13_operands_of_another_precision_are_rounded_where_they_are_stor
     model, batches = Selections(dtypes), [(torch.tensor(1.01),), (torch.tensor(0.99),)]
     expected = train(model, batches, "inductor")
     assert_same_bits(train(model, batches, rewriting_backend(rewrite, "inductor")), expected)
-    assert sum(done) > 0, "nothing was recomputed"
+    # Nothing may run again beside operands of another precision: it could join a loop over 16-bit values.
+    assert (sum(done) > 0) == (HIGH not in dtypes)
 
 
 class Int16(nn.Module):

@@ -79,6 +79,7 @@ class Soak:
         try:
             with Interrupter(self.generator.randrange(INTERRUPTED_POINTS)):
                 self.steps.run()
+            self.steps.run()  # if a finaliser was interrupted, the next op raises the interrupt
         except (KeyboardInterrupt, ActivationLostError):
             pass
         finally:

@@ -32,6 +32,7 @@ class Interrupter:
         self._act = act
 
     def __enter__(self) -> Interrupter:
+        sys._getframe().f_trace_opcodes = True  # else `settrace` of Python 3.12 leaves out opcodes
         sys.settrace(self._enter_frame)
         return self
 

@@ -102,14 +102,14 @@ def generated_code(model: nn.Module, *inputs: Tensor, compiler: OffloadConfig | 
     with (
         torch._inductor.config.patch(fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
-        _without_kernels(),
+        without_kernels(),
     ):
         _, (forward, backward) = run_and_get_code(lambda: torch.compile(model, backend=compiler)(*inputs).backward())
     return forward, backward
 
 
 @contextlib.contextmanager
-def _without_kernels() -> Iterator[None]:
+def without_kernels() -> Iterator[None]:
     """The C++ compiler takes most of the time of a compilation, and only the Python is wanted."""
 
     def do_nothing(self: AsyncCompile, argument_types: list[str], source: str) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import machine
+from steps import machine, without_kernels
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -105,7 +105,7 @@ class FirstColumns(nn.Module):
 
 
 class AllOfThem(nn.Module):
-    """One step, because most of the time of these tests is spent in the C++ compiler."""
+    """All in one step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,24 +135,22 @@ def held_and_planned(model: nn.Module, x: Tensor, config: OffloadConfig) -> tupl
         return compile_with_inductor(gm, example_inputs, config, observe=steps.append)
 
     torch.compiler.reset()
-    with _torch_private.functorch_config_patch(enable_autograd_cache=False):
+    with _torch_private.functorch_config_patch(enable_autograd_cache=False), without_kernels():
         loss = torch.compile(model, backend=backend)(x)
-    (step,) = steps
-    node: Any = loss.grad_fn
-    saved = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())]
-    inputs = {tensor.untyped_storage().data_ptr() for tensor in (x, *model.parameters())}
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
-    held = sorted(size for pointer, size in sizes.items() if pointer not in inputs)
-    del saved
-    loss.backward()
+        (step,) = steps
+        node: Any = loss.grad_fn
+        saved = [*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())]
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in (x, *model.parameters())}
+        sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+        held = sorted(size for pointer, size in sizes.items() if pointer not in inputs)
+        del saved
+        loss.backward()
     tokens = [8] * len(step.plan.offloaded)
     assert held[: len(tokens)] == tokens
     return held[len(tokens) :], step.plan
 
 
-@pytest.mark.parametrize(
-    "plan_for", [pytest.param(name, marks=[] if name == "all stays" else pytest.mark.slow) for name in PLANS]
-)
+@pytest.mark.parametrize("plan_for", PLANS)
 def test_planned_bytes_are_held_bytes(plan_for: str) -> None:
     torch.manual_seed(0)
     config = OffloadConfig(min_tensor_bytes=0, **PLANS[plan_for])

@@ -256,8 +256,8 @@ def test_admission_knows_the_host_tier(start: Open, file: MemoryFile) -> None:
     engine._ledger.admission.charge(BALANCE_LIMIT_S)
     for direction in Direction:
         engine._ledger.traffic.meters[direction].note(CHUNK_BYTES, 1.0, 1, busy=True)
-    dear = [(3, {"out_s": 0.5}), (1, {"out_s": 9.0, "back_s": 0.5})]
-    for count, (chunks, plan) in enumerate(dear, 1):
+    costly = [(3, {"out_s": 0.5}), (1, {"out_s": 9.0, "back_s": 0.5})]
+    for count, (chunks, plan) in enumerate(costly, 1):
         tokens.append(leave(engine, 1 + count, chunks, **plan))
         assert engine.statistics().kept_for_time == count
     x = value(4)

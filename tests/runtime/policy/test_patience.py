@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from runtime_fakes import fetch, offload
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import ActivationLostError, StalledDiskError
 from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.lanes.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.policy.patience import Patience
+from ssdtrain_fx.runtime.policy.stalls import Stalls
 
 X = torch.arange(1536)  # 3 chunks of 4096 bytes
 
@@ -116,6 +120,31 @@ def test_closing_leaves_a_hung_disk_alone(
         del engine, token
         gc.collect()
         disk.let_go()  # late transfers still have their memory and their file
+
+
+def test_what_is_over_when_the_time_is_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. A release finds that its tensor has not left. 2. It leaves. 3. The disk hangs, and an hour passes. 4. The
+    release begins to wait."""
+    disk = FaultyDisk(Fault("write", 0, Hang()))
+    may_leave = threading.Event()
+    copy_out, wait_for_progress = ThreadLane._copy_out, Stalls.wait_for_progress
+
+    def copy_out_later(lane: ThreadLane, *arguments: Any) -> None:
+        assert may_leave.wait(30)
+        copy_out(lane, *arguments)
+
+    def wait_later(stalls: Stalls, *arguments: Any) -> None:
+        may_leave.set()
+        assert disk.hanging.wait(30)
+        wait_for_progress(stalls, *arguments)
+
+    monkeypatch.setattr(ThreadLane, "_copy_out", copy_out_later)
+    monkeypatch.setattr(Stalls, "wait_for_progress", wait_later)
+    with disk.engine("threads", str(tmp_path)) as engine:
+        x = X[:512].clone()
+        token = engine.release(engine.offload(x, "x"), x)
+        disk.let_go()
+        assert torch.equal(fetch(engine, token, x), x)
 
 
 def test_growth_that_hangs(tmp_path: Path) -> None:

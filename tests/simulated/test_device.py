@@ -217,7 +217,9 @@ def test_random_numbers_depend_on_the_order_of_the_host_alone(sim: Simulator) ->
         x = torch.randn(100, device="cuda")
         with torch.cuda.stream(side_stream()):
             y = torch.rand(100, device="cuda")
-        return [x, y, torch.nn.functional.dropout(x, 0.5)]
+        drawn = [x, y, torch.nn.functional.dropout(x, 0.5)]
+        torch.cuda.synchronize()  # `y` is on another stream than the copies that follow
+        return drawn
 
     first = [x.cpu() for x in draw()]
     sim.configure(default_us=1000)

@@ -24,7 +24,7 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -36,6 +36,7 @@ from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placements, St
 ChannelName = Literal["write", "read", "staging", "copy_out", "copy_in"]
 
 NUM_STEPS = len(Step)
+_RELEASES = (Step.RELEASE, Step.RELEASE_AT_ONCE)
 ROUNDING = 1e-9
 """Upper bound, as a share of the step, on how much a sum of seconds depends on the order of its terms."""
 
@@ -120,56 +121,49 @@ def simulate_within(
     if problem.recompute_s + sum(_blocked_s(problem, placements)) > allowed_s + ROUNDING * problem.step_s:
         return None
     give_up_s = allowed_s - problem.recompute_s + ROUNDING * problem.step_s
-    elapsed_s = problem.elapsed_s
+    elapsed_s, costs = problem.elapsed_s, problem.costs
     channels = _Channels(problem)
     left_s: dict[int, float] = {}
     back_s: dict[int, float] = {}
     release_stall_s: dict[int, float] = {}
     wait_stall_s: dict[int, float] = {}
-    start_s: list[float] = []
     recorded: list[Event] = []
-    now = 0.0
-    position = 0
-    node_s = problem.node_s
+    delays: list[tuple[int, float]] = []
+    """Positions where the delay changes, and the delay from there on."""
+    delay_s = 0.0
+    """How much later than without transfers the stream runs."""
     for at, step, movable in _events(problem, placements):
-        if at > position:
-            # All nodes before this event run one after the other.
-            start_s += itertools.accumulate(node_s[position:at], initial=now)
-            now = start_s.pop()
-            position = at
-        idx, size_bytes = movable.idx, movable.size_bytes
-        begin = now
+        idx, began_with_s = movable.idx, delay_s
+        now = elapsed_s[at] + delay_s
         if step is Step.OFFLOAD:
-            now += problem.blocks_out_s(size_bytes)
+            delay_s += costs[idx].out_s
             leave = channels.stage if placements[idx].tier == "host" else channels.write
-            left_s[idx] = leave(movable, begin, now)
-        elif step in (Step.RELEASE, Step.RELEASE_AT_ONCE):
+            left_s[idx] = leave(movable, now, elapsed_s[at] + delay_s)
+        elif step in _RELEASES:
             if left_s[idx] > now:
                 release_stall_s[idx] = left_s[idx] - now
-                now = left_s[idx]
-                if now - elapsed_s[at] > give_up_s:
-                    return None
+                delay_s = left_s[idx] - elapsed_s[at]
         elif step is Step.WAIT:
             if back_s[idx] > now:
                 wait_stall_s[idx] = back_s[idx] - now
-                now = back_s[idx]
-                if now - elapsed_s[at] > give_up_s:
-                    return None
+                delay_s = back_s[idx] - elapsed_s[at]
         else:
-            now += problem.blocks_in_s(size_bytes)
+            delay_s += costs[idx].in_s
             bring = channels.unstage if placements[idx].tier == "host" else channels.read
-            back_s[idx] = bring(movable, now)
+            back_s[idx] = bring(movable, elapsed_s[at] + delay_s)
+        if delay_s > give_up_s:
+            return None
+        delays.append((at, delay_s))
         if record:
-            recorded.append(Event(idx, step, begin, now))
-    start_s += itertools.accumulate(node_s[position:], initial=now)
-    now = start_s.pop()
-    if now - problem.step_s > allowed_s:
+            recorded.append(Event(idx, step, elapsed_s[at] + began_with_s, elapsed_s[at] + delay_s))
+    step_s = elapsed_s[-1] + delay_s
+    if step_s - problem.step_s > allowed_s:
         return None
     return Simulation(
         live_bytes=live_bytes(problem, placements),
-        start_s=tuple(start_s),
-        step_s=now,
-        exposed_s=now - problem.step_s,
+        start_s=_delayed(problem.start_s, delays),
+        step_s=step_s,
+        exposed_s=step_s - problem.step_s,
         release_stall_s=release_stall_s,
         wait_stall_s=wait_stall_s,
         write_busy_s=channels.write_busy_s,
@@ -188,11 +182,20 @@ def simulate_within(
     )
 
 
+def _delayed(starts_s: NDArray[np.float64], delays: Sequence[tuple[int, float]]) -> tuple[float, ...]:
+    """``starts_s``, each with the last delay up to its position."""
+    if not delays:
+        return tuple(starts_s.tolist())
+    positions, delay_s = zip(*delays, strict=True)
+    last = np.searchsorted(positions, np.arange(len(starts_s)), side="right")
+    return tuple((starts_s + np.array((0.0, *delay_s))[last]).tolist())
+
+
 def _blocked_s(problem: TransferProblem, placements: Placements) -> Iterator[float]:
     """Compute-stream time of each offloaded storage without stalls."""
-    for movable in problem.movables:
-        if movable.idx in placements:
-            yield problem.blocks_out_s(movable.size_bytes) + problem.blocks_in_s(movable.size_bytes)
+    for idx, cost in problem.costs.items():
+        if idx in placements:
+            yield cost.out_s + cost.in_s
 
 
 def live_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, ...]:
@@ -264,6 +267,7 @@ class _Channels:
 
     def __init__(self, problem: TransferProblem) -> None:
         self._hardware: Hardware = problem.hardware
+        self._costs = problem.costs
         self._host = problem.host
         self._queued_bytes = [0]
         """Bytes queued up to and including each write."""
@@ -297,9 +301,8 @@ class _Channels:
         The offload takes the compute stream from ``begin_s`` to ``end_s``. Copies that run beside compute start at
         ``end_s``.
         """
-        hardware, size_bytes = self._hardware, movable.size_bytes
+        size_bytes, write_s = movable.size_bytes, self._costs[movable.idx].write_s
         self._write_until(begin_s)
-        write_s = hardware.write.transfer_s(size_bytes)
         self.write_busy_s += write_s
         self._turn_of[movable.idx] = len(self._queued_bytes)
         self._queued_bytes.append(self._queued_bytes[-1] + size_bytes)
@@ -354,7 +357,7 @@ class _Channels:
             copy_s = 0.0 if hardware.copies_block_compute else hardware.copy_in.transfer_s(size_bytes)
             self.reads.append((movable.idx, "staging", begin_s, begin_s + copy_s))
             return begin_s + copy_s
-        need_s = hardware.read.transfer_s(size_bytes)
+        need_s = self._costs[movable.idx].read_s
         self.read_busy_s += need_s
         share = hardware.share_when_both
         both_s = min(self._queued_s[-1] - self._written_s, need_s) / share

@@ -28,7 +28,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +80,17 @@ class Movable:
     live_end: int
 
 
+class Costs(NamedTuple):
+    """What moving one storage takes, in seconds."""
+
+    out_s: float
+    """Compute-stream time of its offload and release, without stalls."""
+    in_s: float
+    """Compute-stream time of its reload and wait, without stalls."""
+    write_s: float
+    read_s: float
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HostTier:
     """The part of staging in which storages may stay instead of going to the SSD."""
@@ -123,6 +134,24 @@ class TransferProblem:
         return tuple(itertools.accumulate(self.node_s, initial=0.0))
 
     @functools.cached_property
+    def start_s(self) -> NDArray[np.float64]:
+        """Start time of every node without offloading. Read-only: it is shared."""
+        return np.array(self.elapsed_s[:-1], dtype=np.float64)
+
+    @functools.cached_property
+    def costs(self) -> Mapping[int, Costs]:
+        """By :attr:`Movable.idx`, in the order of the movables."""
+        return {
+            movable.idx: Costs(
+                self.blocks_out_s(movable.size_bytes),
+                self.blocks_in_s(movable.size_bytes),
+                self.hardware.write.transfer_s(movable.size_bytes),
+                self.hardware.read.transfer_s(movable.size_bytes),
+            )
+            for movable in self.movables
+        }
+
+    @functools.cached_property
     def node_seconds(self) -> NDArray[np.float64]:
         """``node_s`` as an array. Read-only: it is shared."""
         return np.array(self.node_s, dtype=np.float64)
@@ -148,8 +177,7 @@ class TransferProblem:
         return hardware.reload_s + (hardware.copy_in.transfer_s(size_bytes) if hardware.copies_block_compute else 0.0)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """The positions of a storage's release and reload, and where it is kept in between."""
 
     release: int

@@ -160,12 +160,14 @@ class FaultyDisk(GrowingBytes):
                 self.data[offset_bytes:end_bytes] = memory[:moved]
             else:
                 memory[:moved] = self.data[offset_bytes:end_bytes]
-            place = memoryview(self.data)[offset_bytes:end_bytes] if operation == "write" else memory[:moved]
-            for effect in effects:
-                if isinstance(effect, Torn):
-                    place[effect.byte_count :] = bytes(len(place) - effect.byte_count)
-                elif isinstance(effect, Flip) and effect.byte < moved:
-                    place[effect.byte] ^= effect.mask
+            # No view of `data` may be left when the lock is free: it could not grow.
+            with memoryview(self.data) as file, file[offset_bytes:end_bytes] as written:
+                place = written if operation == "write" else memory[:moved]
+                for effect in effects:
+                    if isinstance(effect, Torn):
+                        place[effect.byte_count :] = bytes(len(place) - effect.byte_count)
+                    elif isinstance(effect, Flip) and effect.byte < moved:
+                        place[effect.byte] ^= effect.mask
         return said
 
     @contextlib.contextmanager

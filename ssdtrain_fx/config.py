@@ -19,6 +19,7 @@ from ssdtrain_fx.function_names import cache_name
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.machine.automatic_budget import automatic_budget, trained_parameter_bytes
 from ssdtrain_fx.machine.memory_limit import read_device_memory, read_memory_limit
+from ssdtrain_fx.passes.analysis.module_wishes import Wish
 from ssdtrain_fx.passes.graph.joint_graph import JointPass
 from ssdtrain_fx.passes.planning.policy import Policy
 from ssdtrain_fx.passes.planning.step_budget import StepBudget, budget_in_process
@@ -103,6 +104,12 @@ class OffloadConfig:
     """With ``policy="auto"``: recompute storages in backward where that lowers the peak further, or costs less time,
     than offloading them. Only ops that give the same bits are recomputed."""
 
+    modules: Mapping[str, Wish] | Sequence[tuple[str, Wish]] = ()
+    """What happens to the storages that single modules make: ``{"layers.*.mlp": "offload"}``. Names are those of
+    ``model.named_modules()``, ``*`` stands for any text, a pattern includes the modules inside, and the last match
+    counts. ``keep`` leaves them in memory, ``offload`` offloads them at any cost in time, and ``recompute`` recomputes
+    those that give the same bits. All others are planned as before. Not with a policy of your own."""
+
     memory_budget_bytes: int | AutomaticBudget | None = None
     """What a step may add to the memory of the process. The plan meets it at the least cost in time, and offloads
     nothing if the step already fits. On a CPU, it is resident memory: intermediate results, saved and reloaded tensors,
@@ -161,6 +168,12 @@ class OffloadConfig:
         if not callable(self.policy):
             _require_choice("policy", self.policy, get_args(PolicyName), or_else="a function")
         object.__setattr__(self, "passes", _functions("passes", self.passes))
+        object.__setattr__(self, "modules", _wishes(self.modules))
+        if self.modules and callable(self.policy):
+            raise ConfigError(
+                "Options modules and policy of backend 'ssdtrain' contradict each other: a policy of your own decides "
+                "about every storage. Remove one of them."
+            )
         _require_choice("costs", self.costs, get_args(Costs))
         _require_choice("replan", self.replan, get_args(Replan))
         _require_choice("io", self.io, get_args(IOPath))
@@ -284,6 +297,11 @@ class OffloadConfig:
         return load_call_times(device)
 
     @property
+    def module_wishes(self) -> tuple[tuple[str, Wish], ...]:
+        """:attr:`modules` as pairs."""
+        return cast("tuple[tuple[str, Wish], ...]", self.modules)
+
+    @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """The user's functions: the policy, if it is a function, and the passes."""
         return (self.policy, *self.passes) if callable(self.policy) else tuple(self.passes)
@@ -326,6 +344,25 @@ def _paths(ssd_dir: object) -> str | Path | tuple[str | Path, ...] | None:
     if paths and paths == entries:
         return paths
     raise _wrong("ssd_dir", cast(object, ssd_dir), "a path, a sequence of at least one path, or None")
+
+
+def _wishes(modules: object) -> tuple[tuple[str, Wish], ...]:
+    """``modules`` as an immutable value."""
+    pairs: object = modules
+    if isinstance(modules, Mapping):
+        pairs = tuple(cast("Mapping[object, object]", modules).items())
+    if not isinstance(pairs, tuple) or not all(map(_is_wish, cast("tuple[object, ...]", pairs))):
+        wishes = ", ".join(map(repr, get_args(Wish)))
+        expected = f"a dictionary from patterns to one of {wishes}, such as {{'layers.*': 'keep'}}"
+        raise _wrong("modules", cast("object", modules), expected)
+    return cast("tuple[tuple[str, Wish], ...]", pairs)
+
+
+def _is_wish(pair: object) -> bool:
+    if not isinstance(pair, tuple) or len(cast("tuple[object, ...]", pair)) != 2:
+        return False
+    pattern, wish = cast("tuple[object, object]", pair)
+    return isinstance(pattern, str) and wish in get_args(Wish)
 
 
 def _strings(ssd_dir: str | Path | Sequence[str | Path] | None) -> str | tuple[str, ...] | None:

@@ -1,6 +1,8 @@
-"""Format bytes (in binary units) and seconds for people."""
+"""Format bytes (in binary units), seconds and long lists for people."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -22,3 +24,9 @@ def format_seconds(seconds: float) -> str:
         if abs(scaled) >= 1 or unit == "µs":
             return f"{scaled:.0f} {unit}" if abs(scaled) >= 100 else f"{scaled:.3g} {unit}"
     raise AssertionError
+
+
+def some_of(texts: Sequence[str], *, count: int = 8) -> str:
+    """``a, b and 3 more``; ``none`` if there is none."""
+    shown = ", ".join(texts[:count]) or "none"
+    return f"{shown} and {len(texts) - count} more" if len(texts) > count else shown

@@ -94,7 +94,7 @@ def test_a_target_installs_its_own_extra_only(target: str, extra: str, tmp_path:
 
 def test_another_torch_is_installed_into_a_separate_environment() -> None:
     assert "torch==2.13.0 " in make("--dry-run", "--always-make", "test").stdout
-    done = make("--dry-run", "TORCH=2.15.0", "test").stdout
+    done = make("--dry-run", "--always-make", "TORCH=2.15.0", "test").stdout
     assert ".venv-torch-2.15.0/bin/python -m pip install " in done
     assert " torch==2.15.0 --editable '.[test]'" in done
 

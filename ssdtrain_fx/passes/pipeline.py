@@ -26,12 +26,13 @@ from ssdtrain_fx.passes.analysis.analyse import Analysis, analyse
 from ssdtrain_fx.passes.analysis.chains import name_graph
 from ssdtrain_fx.passes.analysis.describe_schedule import ScheduleDescriber, Timeline
 from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
+from ssdtrain_fx.passes.analysis.module_wishes import Modules, unmatched_patterns
 from ssdtrain_fx.passes.analysis.node_calls import CostSources, Times
 from ssdtrain_fx.passes.analysis.pose_problem import pose_problem
 from ssdtrain_fx.passes.decisions.apply_policy import apply_policy
 from ssdtrain_fx.passes.decisions.explain_idle_plan import explain_idle_plan
 from ssdtrain_fx.passes.decisions.plan_offloads import add_recomputations, plan_offloads
-from ssdtrain_fx.passes.decisions.propose_recomputations import propose_recomputations
+from ssdtrain_fx.passes.decisions.propose_recomputations import propose_recomputations, wished_recomputations
 from ssdtrain_fx.passes.graph.joint_graph import JointPass, ScheduledJointGraph, join, split
 from ssdtrain_fx.passes.planning.place_transfers import floor_bytes
 from ssdtrain_fx.passes.planning.plan import Offload, Plan
@@ -46,7 +47,7 @@ from ssdtrain_fx.passes.rewrites.insert_recomputations import insert_recomputati
 from ssdtrain_fx.passes.rewrites.sink_matrix_products import sink_matrix_products
 from ssdtrain_fx.passes.rewrites.store_sums import store_sums
 from ssdtrain_fx.passes.rewrites.verify_offloads import verify_offloads
-from ssdtrain_fx.units import format_bytes
+from ssdtrain_fx.units import format_bytes, some_of
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class Options(Protocol):
     def passes(self) -> Sequence[JointPass]: ...
     @property
     def policy(self) -> str | Policy: ...
+    @property
+    def module_wishes(self) -> Modules: ...
     @property
     def min_tensor_bytes(self) -> int: ...
     @property
@@ -187,6 +190,7 @@ def _offload(
     joint = _run(passes_before_planning(config), joint)
     is_original = joint.saved == saved and not config.passes
     analysis = _analyse(joint, config, hardware, times)
+    _warn_of_unmatched(joint, config.module_wishes)
     problem = pose_problem(analysis, hardware=hardware, host=config.host_tier(hardware))
     planned, fits = _choose_within(analysis, problem, config, hardware, budget, times)
     joint, plan, costs = planned.analysis.joint, planned.plan, planned.analysis.cost_sources
@@ -267,7 +271,18 @@ def _analyse(
         hardware=hardware,
         fused=config.inner == "inductor",
         times=times,
+        modules=config.module_wishes,
     )
+
+
+def _warn_of_unmatched(joint: ScheduledJointGraph, modules: Modules) -> None:
+    for pattern, paths in unmatched_patterns(joint.graph, modules).items():
+        log.warning(
+            "option modules: no module of this graph matches %r. Expected a name of model.named_modules(), such as: "
+            "%s. If another graph has it, all is well.",
+            pattern,
+            some_of([path for path in paths if path]),
+        )
 
 
 def _choose_within(
@@ -319,6 +334,8 @@ def _choose(
         return PlannedStep(analysis, problem, plan)
     found: list[PlannedStep] = []
     errors: list[BudgetError] = []
+    original, wished = analysis, wished_recomputations(analysis, fused=config.inner == "inductor")
+    analysis, problem = _recompute(original, problem, wished, config, hardware, times)
 
     def try_plan(recomputations: Sequence[Recomputation]) -> None:
         rewritten, posed = _recompute(analysis, problem, recomputations, config, hardware, times)
@@ -344,12 +361,18 @@ def _choose(
             try_plan(recomputations)
     if not found:
         raise min(errors, key=lambda error: error.floor_bytes)
+    best = _best(found, config, budget)
+    return dataclasses.replace(best, plan=add_recomputations(best.plan, original, wished)) if wished else best
+
+
+def _best(found: Sequence[PlannedStep], config: Options, budget: StepBudget | None) -> PlannedStep:
+    """The best plan, or on a tie the first one. If none is fast enough, the first: it has the fewest recomputations."""
     if budget is not None:
         return min(found, key=lambda one: (one.plan.exposed_s, one.plan.peak_after_bytes))
-    allowed = [one for one in found if one.plan.slowdown <= config.max_slowdown]
-    if analysis.activations:
-        return min(allowed or found[:1], key=lambda one: (one.left_behind_bytes, one.plan.exposed_s))
-    return min(allowed or found[:1], key=lambda one: (one.plan.peak_after_bytes, one.plan.exposed_s))
+    allowed = [one for one in found if one.plan.slowdown <= config.max_slowdown] or found[:1]
+    if found[0].analysis.activations:
+        return min(allowed, key=lambda one: (one.left_behind_bytes, one.plan.exposed_s))
+    return min(allowed, key=lambda one: (one.plan.peak_after_bytes, one.plan.exposed_s))
 
 
 def _offloads(analysis: Analysis, plan: Plan) -> Placements:

@@ -13,6 +13,7 @@ from ssdtrain_fx.passes.analysis.chains import find_activations
 from ssdtrain_fx.passes.analysis.fuse_intervals import fuse_intervals
 from ssdtrain_fx.passes.analysis.fused_kernels import NodeFacts, find_fused_kernels
 from ssdtrain_fx.passes.analysis.liveness import LiveInterval, find_live_intervals
+from ssdtrain_fx.passes.analysis.module_wishes import Modules, Wish, find_wishes, keep_as_wished
 from ssdtrain_fx.passes.analysis.node_calls import CostSources, MeasuredNodes, Times, measure_nodes
 from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_alias_sets
@@ -36,6 +37,8 @@ class Analysis:
     """The nodes whose ``node_s`` were measured. All others are estimated by roofline."""
     facts: NodeFacts | None = None
     """The facts from which ``node_s`` were estimated, for later estimates."""
+    wishes: Mapping[int, Wish] = dataclasses.field(default_factory=dict[int, Wish])
+    """What option ``modules`` wishes for storages, by index."""
 
     @property
     def cost_sources(self) -> CostSources:
@@ -50,6 +53,7 @@ def analyse(
     hardware: Hardware,
     fused: bool,
     times: Times | None = None,
+    modules: Modules = (),
 ) -> Analysis:
     """Run all analyses.
 
@@ -58,6 +62,7 @@ def analyse(
         hardware: the rates from which seconds are estimated.
         fused: True if Inductor compiles the graph. Fusion keeps some storages out of memory and saves kernels.
         times: measures the nodes that are not fused. None: all seconds are estimated by roofline.
+        modules: what the user wishes for the storages of single modules.
     """
     alias_sets = find_alias_sets(joint.graph)
     activations = find_activations(joint)
@@ -67,13 +72,16 @@ def analyse(
         intervals = fuse_intervals(intervals, find_fused_kernels(joint, alias_sets, found=facts), alias_sets)
     node_s = estimate_node_seconds(joint, alias_sets, hardware, fused=fused, facts=facts)
     measured = MeasuredNodes() if times is None else measure_nodes(joint, alias_sets, times, fused=fused)
+    candidates = find_candidates(joint, alias_sets, min_tensor_bytes=min_tensor_bytes, activations=activations)
+    wishes = find_wishes(candidates, modules)
     return Analysis(
         joint=joint,
         alias_sets=alias_sets,
-        candidates=find_candidates(joint, alias_sets, min_tensor_bytes=min_tensor_bytes, activations=activations),
+        candidates=keep_as_wished(candidates, wishes),
         intervals=intervals,
         node_s=measured.replace_in(joint, node_s),
         facts=facts,
         activations=activations,
         measured=measured,
+        wishes=wishes,
     )

@@ -27,6 +27,10 @@ class Candidate:
     reason_to_keep: str
     """Empty if the storage may be offloaded."""
 
+    def kept(self, reason: str) -> Candidate:
+        """The same storage, which must stay in memory."""
+        return dataclasses.replace(self, representative=None, reason_to_keep=reason)
+
 
 def find_candidates(
     joint: ScheduledJointGraph,

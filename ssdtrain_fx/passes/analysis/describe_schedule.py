@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from torch import fx
 
@@ -21,6 +21,7 @@ from ssdtrain_fx.passes.analysis.analyse import Analysis
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, Storage, find_alias_sets
 from ssdtrain_fx.passes.graph.copy_nodes import COPY_OF
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.graph.module_paths import module_path
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, WAIT
 from ssdtrain_fx.passes.graph.source_lines import source_line
 from ssdtrain_fx.passes.planning.plan import Offload, Plan
@@ -326,7 +327,7 @@ def _describe_node(node: fx.Node, start_s: float, storage: str) -> ScheduledNode
         name=node.name,
         op=_op_name(node),
         inputs=tuple(source.name for source in node.all_input_nodes),
-        module=_module_path(node),
+        module=module_path(node),
         source=source_line(node),
         start_s=start_s,
         storage=storage,
@@ -337,12 +338,3 @@ def _op_name(node: fx.Node) -> str:
     if node.op != "call_function":
         return node.op
     return str(node.target) if "<" not in str(node.target) else getattr(node.target, "__name__", str(node.target))
-
-
-def _module_path(node: fx.Node) -> str:
-    """``model.transformer.h.0.ln_1`` from the innermost entry, ``L['self'].model.transformer.h.0.ln_1``."""
-    stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    if not stack:
-        return ""
-    path, _ = list(stack.values())[-1]
-    return path.removeprefix("L['self']").removeprefix(".")

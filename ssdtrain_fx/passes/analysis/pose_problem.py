@@ -41,6 +41,7 @@ def pose_problem(
         hardware=hardware,
         recompute_s=0.0 if step_s is None else add_up(analysis.node_s) - step_s,
         host=None if analysis.activations else host,
+        must_move=frozenset(idx for idx in moving if analysis.wishes.get(idx) == "offload"),
     )
 
 

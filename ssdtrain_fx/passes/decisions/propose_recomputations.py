@@ -16,16 +16,25 @@ With a budget, the last two add storages until the peak is within the budget ins
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.analyse import Analysis
-from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation, find_recomputations
+from ssdtrain_fx.passes.analysis.find_recomputations import (
+    NoRecomputation,
+    Recomputation,
+    find_recomputations,
+    judge_recomputations,
+)
 from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
 from ssdtrain_fx.passes.planning.relieve_peak import relieve_peak
 from ssdtrain_fx.passes.planning.remakes import Remake
 from ssdtrain_fx.passes.planning.simulate import ROUNDING
 from ssdtrain_fx.passes.planning.transfer_problem import Placements, TransferProblem
+from ssdtrain_fx.units import some_of
+
+log = logging.getLogger(__name__)
 
 TIME_SHARES = (1.0, 0.5)
 """Shares of the allowed time that recomputation may take; offloading gets the rest."""
@@ -51,7 +60,7 @@ def propose_recomputations(
         goal_bytes: the peak that is low enough.
         moved: the offloads of the plan without recomputation, which expose ``exposed_s``. None: there is no such plan.
     """
-    found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, fused=fused)
+    found = _optional(analysis, fused=fused)
     if not found:
         return ()
     making_s = _seconds(analysis, found, hardware)
@@ -93,7 +102,7 @@ def pose_remakes(
     analysis: Analysis, problem: TransferProblem, *, hardware: Hardware, fused: bool
 ) -> tuple[Remake, ...]:
     """The recomputations that are possible, in numbers, for ``solve_exactly``."""
-    found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, fused=fused)
+    found = _optional(analysis, fused=fused)
     making_s = _seconds(analysis, found, hardware)
     movable = {movable.idx for movable in problem.movables}
     return tuple(
@@ -101,6 +110,31 @@ def pose_remakes(
         for idx, one in sorted(found.items())
         if idx in movable
     )
+
+
+def wished_recomputations(analysis: Analysis, *, fused: bool) -> tuple[Recomputation, ...]:
+    """The recomputations that option ``modules`` asks for. A warning names what cannot be recomputed, and why."""
+    wished = [idx for idx, wish in analysis.wishes.items() if wish == "recompute"]
+    if not wished:
+        return ()
+    judged = judge_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, fused=fused)
+    refused = {idx: verdict.reason for idx in wished if isinstance(verdict := judged.get(idx), NoRecomputation)}
+    if refused:
+        storages = analysis.alias_sets.storages
+        log.warning(
+            "option modules asks to recompute %d storages that backward cannot recompute bit for bit. They are planned "
+            "as if no pattern matched: %s",
+            len(refused),
+            some_of([f"{storages[idx].allocator.name} ({reason})" for idx, reason in sorted(refused.items())]),
+        )
+    verdicts = (judged.get(idx) for idx in sorted(wished))
+    return tuple(verdict for verdict in verdicts if isinstance(verdict, Recomputation))
+
+
+def _optional(analysis: Analysis, *, fused: bool) -> Mapping[int, Recomputation]:
+    """What backward could recompute, but for what must be offloaded."""
+    found = find_recomputations(analysis.joint, analysis.alias_sets, analysis.candidates, fused=fused)
+    return {idx: one for idx, one in found.items() if analysis.wishes.get(idx) != "offload"}
 
 
 def _seconds(analysis: Analysis, found: Mapping[int, Recomputation], hardware: Hardware) -> dict[int, float]:

@@ -25,9 +25,9 @@ def choose_most(problem: TransferProblem, *, max_slowdown: float) -> Choice:
         cost_s = problem.blocks_out_s(movable.size_bytes) + problem.blocks_in_s(movable.size_bytes)
         return (cost_s / max(1, movable.size_bytes), movable.earliest_release - movable.wait, movable.idx)
 
-    chosen: list[Movable] = []
+    chosen = list(problem.wished)
     for movable in sorted(problem.movables, key=price):
-        if exposed_in_chain_s(problem, [*chosen, movable]) <= allowed_s:
+        if movable.idx not in problem.must_move and exposed_in_chain_s(problem, [*chosen, movable]) <= allowed_s:
             chosen.append(movable)
     placements = place(problem, chosen, SSD_SPEEDUPS[0])
     alone = simulate(problem, placements)

@@ -69,7 +69,10 @@ def choose_lowest_peak(
     ssd_speedups: Iterable[float] = SSD_SPEEDUPS,
     max_tried_positions: int = MAX_TRIED_POSITIONS,
 ) -> Choice:
-    """Find the lowest peak that exposes at most ``max_slowdown`` of the step, with few storages offloaded."""
+    """Find the lowest peak that exposes at most ``max_slowdown`` of the step, with few storages offloaded.
+
+    If the storages that must move expose more alone, no other one is offloaded.
+    """
     allowed_s = max_slowdown * problem.step_s
     found = [
         _grow(problem, ranked, ssd_speedup, allowed_s=allowed_s, goal_bytes=0)
@@ -245,10 +248,10 @@ def _grow(
     problem: TransferProblem, ranked: Sequence[Movable], ssd_speedup: float, *, allowed_s: float, goal_bytes: int
 ) -> Choice:
     """Add storages in the order of their rank for as long as the simulation accepts them."""
-    chosen: list[Movable] = []
+    chosen = list(problem.wished)
     best = _choice(problem, chosen, ssd_speedup)
     best_bytes = best.peak_bytes
-    waiting = list(ranked)
+    waiting = [movable for movable in ranked if movable.idx not in problem.must_move]
     refusals = 0
     run = 1
     while waiting and best_bytes > goal_bytes and refusals < MAX_REFUSALS:
@@ -273,8 +276,8 @@ def _beginnings(problem: TransferProblem, ssd_speedups: Iterable[float], *, allo
     if len(problem.movables) > SMALL_PROBLEM:
         return
     for ssd_speedup, count in itertools.product(ssd_speedups, (1, 2)):
-        for chosen in itertools.combinations(problem.movables, count):
-            found = _choice(problem, chosen, ssd_speedup)
+        for chosen in itertools.combinations(_optional(problem.movables, problem), count):
+            found = _choice(problem, (*problem.wished, *chosen), ssd_speedup)
             if found.simulation.exposed_s <= allowed_s:
                 yield found
 
@@ -331,7 +334,8 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
     ]
     others.sort(key=lambda movable: (-movable.size_bytes, movable.earliest_release - movable.wait, movable.idx))
     # Smallest first: they free the most time per byte.
-    drops = sorted(chosen, key=lambda movable: (movable.size_bytes, movable.wait - movable.offload, movable.idx))
+    optional = _optional(chosen, problem)
+    drops = sorted(optional, key=lambda movable: (movable.size_bytes, movable.wait - movable.offload, movable.idx))
     for added, dropped in itertools.product(others, _drops(drops)):
         moved = [*(movable for movable in chosen if movable not in dropped), added]
         found = place(problem, moved, choice.ssd_speedup, on_host=fill_host_tier(problem.host, moved))
@@ -339,6 +343,10 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
         tighter = squeezed(added.idx, found[added.idx])
         if tighter != found[added.idx]:
             yield {**found, added.idx: tighter}
+
+
+def _optional(movables: Iterable[Movable], problem: TransferProblem) -> list[Movable]:
+    return [movable for movable in movables if movable.idx not in problem.must_move]
 
 
 def _drops(movables: Sequence[Movable]) -> Iterable[tuple[Movable, ...]]:
@@ -352,7 +360,8 @@ def _drops(movables: Sequence[Movable]) -> Iterable[tuple[Movable, ...]]:
 def _drop_unneeded(problem: TransferProblem, choice: Choice, *, goal_bytes: int, allowed_s: float) -> Choice:
     """Drop storages, soonest reuse first, for as long as the peak stays at or below ``goal_bytes``."""
     chosen = [movable for movable in problem.movables if movable.idx in choice.placements]
-    order = sorted(chosen, key=lambda movable: (movable.wait - movable.offload, movable.idx))
+    optional = _optional(chosen, problem)
+    order = sorted(optional, key=lambda movable: (movable.wait - movable.offload, movable.idx))
     best = choice
     refusals = 0
     run = max(1, len(order) // 2)

@@ -122,6 +122,9 @@ class TransferProblem:
     """Time that recomputation adds to ``node_s``. It counts as exposed time, as stalls do."""
     host: HostTier | None = None
     """None: every offloaded storage goes to the SSD."""
+    must_move: frozenset[int] = frozenset()
+    """Indices of the movables that every placement offloads, at any cost in time. The exact solver ignores it: its
+    bound is that of a free choice."""
 
     @functools.cached_property
     def step_s(self) -> float:
@@ -132,6 +135,11 @@ class TransferProblem:
     def elapsed_s(self) -> tuple[float, ...]:
         """Start time of every node, then the end of the last one, without offloading."""
         return tuple(itertools.accumulate(self.node_s, initial=0.0))
+
+    @functools.cached_property
+    def wished(self) -> tuple[Movable, ...]:
+        """The movables that must move."""
+        return tuple(movable for movable in self.movables if movable.idx in self.must_move)
 
     @functools.cached_property
     def start_s(self) -> NDArray[np.float64]:

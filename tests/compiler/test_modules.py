@@ -196,8 +196,9 @@ def test_the_order_is_part_of_the_key_of_compile_caches() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(problem=transfer_problems(), wanted=st.integers(0, 63), slowdown=st.sampled_from([0.0, 0.02, 0.5]))
 def test_every_planner_offloads_what_must_move(problem: TransferProblem, wanted: int, slowdown: float) -> None:
-    must_move = frozenset(movable.idx for at, movable in enumerate(problem.movables) if wanted >> at & 1)
-    wished = dataclasses.replace(problem, must_move=must_move)
+    movables = [dataclasses.replace(one, must_move=bool(wanted >> at & 1)) for at, one in enumerate(problem.movables)]
+    must_move = {movable.idx for movable in movables if movable.must_move}
+    wished = dataclasses.replace(problem, movables=tuple(movables))
     choices = [
         choose_lowest_peak(wished, max_slowdown=slowdown),
         choose_cheapest(wished, budget_bytes=1 << 60),

@@ -150,7 +150,8 @@ def test_gpt2_layer_by_layer_is_equal_to_inductor_to_the_bit_and_reads_ahead() -
     done = settled_statistics().since(before)
     # The input of each layer is one of 13 tensors. The last layer is the only one without read-ahead.
     assert done.offloads == len(batches) * 3 * 13
-    assert 0 < done.ahead_bytes <= done.bytes_written * 2 // 3
+    moved_bytes = done.bytes_written + done.cancelled_bytes  # what is read before its write began is not written
+    assert 0 < done.ahead_bytes <= moved_bytes * 2 // 3
     assert done.slots_in_use == 0
 
 

@@ -27,7 +27,13 @@ def pose_problem(
     positions = analysis.joint.positions()
     marker = positions[analysis.joint.marker]
     movables = [
-        _describe_movable(candidate, intervals[candidate.storage.idx], positions, marker)
+        _describe_movable(
+            candidate,
+            intervals[candidate.storage.idx],
+            positions,
+            marker,
+            must_move=analysis.wishes.get(candidate.storage.idx) == "offload",
+        )
         for candidate in analysis.candidates
         if candidate.representative is not None
     ]
@@ -41,12 +47,11 @@ def pose_problem(
         hardware=hardware,
         recompute_s=0.0 if step_s is None else add_up(analysis.node_s) - step_s,
         host=None if analysis.activations else host,
-        must_move=frozenset(idx for idx in moving if analysis.wishes.get(idx) == "offload"),
     )
 
 
 def _describe_movable(
-    candidate: Candidate, interval: LiveInterval, positions: Mapping[fx.Node, int], marker: int
+    candidate: Candidate, interval: LiveInterval, positions: Mapping[fx.Node, int], marker: int, *, must_move: bool
 ) -> Movable:
     representative = candidate.representative
     assert representative is not None
@@ -73,4 +78,5 @@ def _describe_movable(
         earliest_release=last_forward_read + 1,
         wait=first_backward_read,
         live_end=interval.end,
+        must_move=must_move,
     )

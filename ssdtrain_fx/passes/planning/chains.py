@@ -27,7 +27,7 @@ def choose_most(problem: TransferProblem, *, max_slowdown: float) -> Choice:
 
     chosen = list(problem.wished)
     for movable in sorted(problem.movables, key=price):
-        if movable.idx not in problem.must_move and exposed_in_chain_s(problem, [*chosen, movable]) <= allowed_s:
+        if not movable.must_move and exposed_in_chain_s(problem, [*chosen, movable]) <= allowed_s:
             chosen.append(movable)
     placements = place(problem, chosen, SSD_SPEEDUPS[0])
     alone = simulate(problem, placements)

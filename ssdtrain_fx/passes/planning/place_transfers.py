@@ -251,7 +251,7 @@ def _grow(
     chosen = list(problem.wished)
     best = _choice(problem, chosen, ssd_speedup)
     best_bytes = best.peak_bytes
-    waiting = [movable for movable in ranked if movable.idx not in problem.must_move]
+    waiting = _optional(ranked)
     refusals = 0
     run = 1
     while waiting and best_bytes > goal_bytes and refusals < MAX_REFUSALS:
@@ -276,7 +276,7 @@ def _beginnings(problem: TransferProblem, ssd_speedups: Iterable[float], *, allo
     if len(problem.movables) > SMALL_PROBLEM:
         return
     for ssd_speedup, count in itertools.product(ssd_speedups, (1, 2)):
-        for chosen in itertools.combinations(_optional(problem.movables, problem), count):
+        for chosen in itertools.combinations(_optional(problem.movables), count):
             found = _choice(problem, (*problem.wished, *chosen), ssd_speedup)
             if found.simulation.exposed_s <= allowed_s:
                 yield found
@@ -334,8 +334,9 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
     ]
     others.sort(key=lambda movable: (-movable.size_bytes, movable.earliest_release - movable.wait, movable.idx))
     # Smallest first: they free the most time per byte.
-    optional = _optional(chosen, problem)
-    drops = sorted(optional, key=lambda movable: (movable.size_bytes, movable.wait - movable.offload, movable.idx))
+    drops = sorted(
+        _optional(chosen), key=lambda movable: (movable.size_bytes, movable.wait - movable.offload, movable.idx)
+    )
     for added, dropped in itertools.product(others, _drops(drops)):
         moved = [*(movable for movable in chosen if movable not in dropped), added]
         found = place(problem, moved, choice.ssd_speedup, on_host=fill_host_tier(problem.host, moved))
@@ -345,8 +346,8 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
             yield {**found, added.idx: tighter}
 
 
-def _optional(movables: Iterable[Movable], problem: TransferProblem) -> list[Movable]:
-    return [movable for movable in movables if movable.idx not in problem.must_move]
+def _optional(movables: Iterable[Movable]) -> list[Movable]:
+    return [movable for movable in movables if not movable.must_move]
 
 
 def _drops(movables: Sequence[Movable]) -> Iterable[tuple[Movable, ...]]:
@@ -360,8 +361,7 @@ def _drops(movables: Sequence[Movable]) -> Iterable[tuple[Movable, ...]]:
 def _drop_unneeded(problem: TransferProblem, choice: Choice, *, goal_bytes: int, allowed_s: float) -> Choice:
     """Drop storages, soonest reuse first, for as long as the peak stays at or below ``goal_bytes``."""
     chosen = [movable for movable in problem.movables if movable.idx in choice.placements]
-    optional = _optional(chosen, problem)
-    order = sorted(optional, key=lambda movable: (movable.wait - movable.offload, movable.idx))
+    order = sorted(_optional(chosen), key=lambda movable: (movable.wait - movable.offload, movable.idx))
     best = choice
     refusals = 0
     run = max(1, len(order) // 2)

@@ -78,6 +78,9 @@ class Movable:
     wait: int
     """Its first read in backward."""
     live_end: int
+    must_move: bool = False
+    """Every placement offloads it, at any cost in time. The exact solver ignores this: its bound is that of a free
+    choice."""
 
 
 class Costs(NamedTuple):
@@ -122,9 +125,6 @@ class TransferProblem:
     """Time that recomputation adds to ``node_s``. It counts as exposed time, as stalls do."""
     host: HostTier | None = None
     """None: every offloaded storage goes to the SSD."""
-    must_move: frozenset[int] = frozenset()
-    """Indices of the movables that every placement offloads, at any cost in time. The exact solver ignores it: its
-    bound is that of a free choice."""
 
     @functools.cached_property
     def step_s(self) -> float:
@@ -139,7 +139,7 @@ class TransferProblem:
     @functools.cached_property
     def wished(self) -> tuple[Movable, ...]:
         """The movables that must move."""
-        return tuple(movable for movable in self.movables if movable.idx in self.must_move)
+        return tuple(movable for movable in self.movables if movable.must_move)
 
     @functools.cached_property
     def start_s(self) -> NDArray[np.float64]:

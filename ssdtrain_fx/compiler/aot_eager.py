@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 
 from ssdtrain_fx import _torch_private
@@ -36,6 +35,9 @@ def compile_with_aot_eager(
 
     planned_peak_bytes = 0
     device, activation_inputs = device_of(example_inputs), find_activation_inputs(example_inputs)
+    # Imported here: it imports Dynamo, which takes as long as torch itself. Who compiles has imported it already.
+    from functorch.compile import min_cut_rematerialization_partition
+
     found_budget = config.find_budget(example_inputs) if budget is None else budget
 
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:

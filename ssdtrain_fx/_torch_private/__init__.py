@@ -53,6 +53,7 @@ __all__ = [
     "OpOverload",
     "StorageWeakRef",
     "aot_autograd",
+    "called_subgraph",
     "compile_apart",
     "empty_cpu",
     "empty_strided_cpu",
@@ -146,6 +147,14 @@ def is_tangent(descriptor: object) -> bool:
     from torch._functorch._aot_autograd import descriptors
 
     return isinstance(descriptor, descriptors.TangentAOTInput)
+
+
+def called_subgraph(node: fx.Node) -> str | None:
+    """The attribute with the graph that this node calls, as torch's auto-chunker makes such nodes; otherwise None."""
+    if node.target is not torch.ops.higher_order.invoke_subgraph:
+        return None
+    subgraph = node.args[0]
+    return str(subgraph.target) if isinstance(subgraph, fx.Node) else None
 
 
 def graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:

@@ -16,6 +16,7 @@ from ssdtrain_fx.passes.analysis.liveness import LiveInterval, find_live_interva
 from ssdtrain_fx.passes.analysis.module_wishes import Modules, Wish, find_wishes, keep_as_wished
 from ssdtrain_fx.passes.analysis.node_calls import CostSources, MeasuredNodes, Times, measure_nodes
 from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
+from ssdtrain_fx.passes.analysis.subgraph_calls import SubgraphCall, find_subgraph_calls
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_alias_sets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 
@@ -39,6 +40,8 @@ class Analysis:
     """The facts from which ``node_s`` were estimated, for later estimates."""
     wishes: Mapping[int, Wish] = dataclasses.field(default_factory=dict[int, Wish])
     """What option ``modules`` wishes for storages, by index."""
+    subgraph_calls: Mapping[fx.Node, SubgraphCall] = dataclasses.field(default_factory=dict[fx.Node, SubgraphCall])
+    """What the nodes take that call a subgraph. ``node_s`` has their seconds; ``intervals`` have no workspaces."""
 
     @property
     def cost_sources(self) -> CostSources:
@@ -74,14 +77,20 @@ def analyse(
     measured = MeasuredNodes() if times is None else measure_nodes(joint, alias_sets, times, fused=fused)
     candidates = find_candidates(joint, alias_sets, min_tensor_bytes=min_tensor_bytes, activations=activations)
     wishes = find_wishes(candidates, modules)
+    calls = find_subgraph_calls(joint, hardware=hardware, fused=fused, times=times)
+    node_s = tuple(
+        calls[node].seconds if node in calls else seconds
+        for node, seconds in zip(joint.graph.nodes, measured.replace_in(joint, node_s), strict=True)
+    )
     return Analysis(
         joint=joint,
         alias_sets=alias_sets,
         candidates=keep_as_wished(candidates, wishes),
         intervals=intervals,
-        node_s=measured.replace_in(joint, node_s),
+        node_s=node_s,
         facts=facts,
         activations=activations,
         measured=measured,
         wishes=wishes,
+        subgraph_calls=calls,
     )

@@ -39,10 +39,13 @@ def pose_problem(
     ]
     moving = {movable.idx for movable in movables}
     fixed = [interval for idx, interval in intervals.items() if idx not in moving]
+    fixed_bytes = list(memory_profile(fixed, len(positions)).live_bytes)
+    for node, call in analysis.subgraph_calls.items():
+        fixed_bytes[positions[node]] += call.workspace_bytes
     return TransferProblem(
         node_s=analysis.node_s,
         marker=marker,
-        fixed_live_bytes=memory_profile(fixed, len(positions)).live_bytes,
+        fixed_live_bytes=tuple(fixed_bytes),
         movables=tuple(sorted(movables, key=lambda movable: (movable.offload, movable.idx))),
         hardware=hardware,
         recompute_s=0.0 if step_s is None else add_up(analysis.node_s) - step_s,

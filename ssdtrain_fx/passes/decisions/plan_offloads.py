@@ -16,6 +16,7 @@ from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.passes.analysis.analyse import Analysis
 from ssdtrain_fx.passes.analysis.candidates import Candidate
 from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
+from ssdtrain_fx.passes.analysis.subgraph_calls import workspace_name
 from ssdtrain_fx.passes.graph.source_lines import source_line
 from ssdtrain_fx.passes.planning.chains import choose_most
 from ssdtrain_fx.passes.planning.live_intervals import LiveInterval, memory_profile
@@ -155,6 +156,11 @@ def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
         placement = placements.get(idx)
         spans += [interval] if placement is None else interval.without(placement.release, placement.reload)
     nodes = list(analysis.joint.graph.nodes)
+    names = {storage.idx: storage.allocator.name for storage in analysis.alias_sets.storages}
+    for node, call in analysis.subgraph_calls.items():
+        position, idx = nodes.index(node), len(names)
+        names[idx] = workspace_name(node)
+        spans.append(LiveInterval(idx, position, position + 1, call.workspace_bytes))
     profile = memory_profile(spans, len(nodes))
     position = profile.peak_position
     there = [span for span in spans if span.start <= position < span.end]
@@ -166,8 +172,7 @@ def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
         phase="forward" if position < nodes.index(analysis.joint.marker) else "backward",
         source=source_line(nodes[position]),
         largest=tuple(
-            (analysis.alias_sets.storages[span.storage_idx].allocator.name, span.size_bytes)
-            for span in there[:NUM_LARGEST]
+            (names[span.storage_idx], span.size_bytes) for span in there[:NUM_LARGEST]
         ),
     )
 

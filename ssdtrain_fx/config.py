@@ -19,6 +19,15 @@ from ssdtrain_fx.function_names import cache_name
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.machine.automatic_budget import automatic_budget, trained_parameter_bytes
 from ssdtrain_fx.machine.memory_limit import read_device_memory, read_memory_limit
+from ssdtrain_fx.option_checks import (
+    as_functions,
+    as_paths,
+    as_wishes,
+    check_chunk_loss,
+    require_choice,
+    require_int,
+    wrong,
+)
 from ssdtrain_fx.passes.analysis.module_wishes import Wish
 from ssdtrain_fx.passes.graph.joint_graph import JointPass
 from ssdtrain_fx.passes.planning.policy import Policy
@@ -35,6 +44,7 @@ PolicyName = Literal["auto", "all"]
 AutomaticBudget = Literal["auto"]
 Replan = Literal["off", "auto"]
 Costs = Literal["roofline", "measured"]
+ChunkLoss = Literal["off", "auto"]
 
 SHARE_IN_TRANSIT = 1 / 8
 """Share of the staging memory that is reserved for transfers in flight when the host tier is full. A guess."""
@@ -144,6 +154,13 @@ class OffloadConfig:
     their roofline time. The times are stored next to the hardware profiles, so the next compilation measures nothing
     and makes the same plan. To measure again, delete ``node-times-*.json`` there."""
 
+    chunk_loss: int | ChunkLoss = "off"
+    """Compute the loss in chunks of rows, so that the logits and their gradient, which are the peak with a large
+    vocabulary, exist for one chunk at a time. A number: this many chunks. ``auto``: where the plan with chunks has a
+    lower peak and ``max_slowdown`` allows its time, or where ``memory_budget_bytes`` is met faster with them. Gradients
+    then equal those of Inductor's auto-chunker with as many chunks to the bit, and those without chunks within
+    rounding. It needs torch 2.13 and ``inner="inductor"``."""
+
     replan: Replan = "off"
     """``auto`` plans and compiles a step again when the disk has been 1.5 times faster or slower than planned for
     several steps, at most every ten minutes. Off by default: a compilation in the middle of a training run may take a
@@ -163,46 +180,47 @@ class OffloadConfig:
     after which NCCL gives up, so the rank with the broken disk reports the error."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ssd_dir", _paths(self.ssd_dir))
-        _require_choice("inner", self.inner, get_args(Inner))
+        object.__setattr__(self, "ssd_dir", as_paths(self.ssd_dir))
+        require_choice("inner", self.inner, get_args(Inner))
         if not callable(self.policy):
-            _require_choice("policy", self.policy, get_args(PolicyName), or_else="a function")
-        object.__setattr__(self, "passes", _functions("passes", self.passes))
-        object.__setattr__(self, "modules", _wishes(self.modules))
+            require_choice("policy", self.policy, get_args(PolicyName), or_else="a function")
+        object.__setattr__(self, "passes", as_functions("passes", self.passes))
+        object.__setattr__(self, "modules", as_wishes(self.modules))
         if self.modules and callable(self.policy):
             raise ConfigError(
                 "Options modules and policy of backend 'ssdtrain' contradict each other: a policy of your own decides "
                 "about every storage. Remove one of them."
             )
-        _require_choice("costs", self.costs, get_args(Costs))
-        _require_choice("replan", self.replan, get_args(Replan))
-        _require_choice("io", self.io, get_args(IOPath))
-        _require_int("min_tensor_bytes", self.min_tensor_bytes, minimum=0)
+        require_choice("costs", self.costs, get_args(Costs))
+        require_choice("replan", self.replan, get_args(Replan))
+        check_chunk_loss(self.chunk_loss, get_args(ChunkLoss), inner=self.inner)
+        require_choice("io", self.io, get_args(IOPath))
+        require_int("min_tensor_bytes", self.min_tensor_bytes, minimum=0)
         if self.memory_budget_bytes is not None and self.memory_budget_bytes not in get_args(AutomaticBudget):
-            _require_int("memory_budget_bytes", self.memory_budget_bytes, minimum=1, or_else="'auto', or None")
+            require_int("memory_budget_bytes", self.memory_budget_bytes, minimum=1, or_else="'auto', or None")
         if self.host_budget_bytes is not None:
-            _require_int("host_budget_bytes", self.host_budget_bytes, minimum=1)
+            require_int("host_budget_bytes", self.host_budget_bytes, minimum=1)
         if self.disk_reserve_bytes is not None:
-            _require_int("disk_reserve_bytes", self.disk_reserve_bytes, minimum=0, or_else="or None")
+            require_int("disk_reserve_bytes", self.disk_reserve_bytes, minimum=0, or_else="or None")
         if self.policy == "all" and self.memory_budget_bytes is not None:
             raise ConfigError(
                 "Options policy='all' and memory_budget_bytes of backend 'ssdtrain' contradict each other: the "
                 "first offloads everything, the second only as much as needed. Remove one of them."
             )
         if isinstance(self.max_slowdown, bool) or not isinstance(self.max_slowdown, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise _wrong("max_slowdown", self.max_slowdown, "a number such as 0.01")
+            raise wrong("max_slowdown", self.max_slowdown, "a number such as 0.01")
         if not 0 <= self.max_slowdown < float("inf"):
-            raise _wrong("max_slowdown", self.max_slowdown, "a finite number >= 0")
+            raise wrong("max_slowdown", self.max_slowdown, "a finite number >= 0")
         if not isinstance(self.hardware, (Hardware, str, Path, types.NoneType)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise _wrong("hardware", self.hardware, "a Hardware, the path of a profile, or None")
+            raise wrong("hardware", self.hardware, "a Hardware, the path of a profile, or None")
         for name in ("recompute", "checksum"):
             if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, getattr(self, name), "True or False")
+                raise wrong(name, getattr(self, name), "True or False")
         if self.io_timeout_s is not None:
             if isinstance(self.io_timeout_s, bool) or not isinstance(self.io_timeout_s, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise _wrong("io_timeout_s", self.io_timeout_s, "a number of seconds such as 300, or None")
+                raise wrong("io_timeout_s", self.io_timeout_s, "a number of seconds such as 300, or None")
             if not 0 < self.io_timeout_s < float("inf"):
-                raise _wrong("io_timeout_s", self.io_timeout_s, "a finite number of seconds > 0, or None")
+                raise wrong("io_timeout_s", self.io_timeout_s, "a finite number of seconds > 0, or None")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> OffloadConfig:
@@ -335,62 +353,7 @@ def device_of(example_inputs: Sequence[Any]) -> str:
     return "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"
 
 
-def _paths(ssd_dir: object) -> str | Path | tuple[str | Path, ...] | None:
-    """``ssd_dir`` as an immutable value."""
-    if ssd_dir is None or isinstance(ssd_dir, (str, Path)):
-        return ssd_dir
-    entries = tuple(cast(Sequence[object], ssd_dir)) if isinstance(ssd_dir, Sequence) else ()
-    paths = tuple(entry for entry in entries if isinstance(entry, (str, Path)))
-    if paths and paths == entries:
-        return paths
-    raise _wrong("ssd_dir", cast(object, ssd_dir), "a path, a sequence of at least one path, or None")
-
-
-def _wishes(modules: object) -> tuple[tuple[str, Wish], ...]:
-    """``modules`` as an immutable value."""
-    pairs: object = modules
-    if isinstance(modules, Mapping):
-        pairs = tuple(cast("Mapping[object, object]", modules).items())
-    if not isinstance(pairs, tuple) or not all(map(_is_wish, cast("tuple[object, ...]", pairs))):
-        wishes = ", ".join(map(repr, get_args(Wish)))
-        expected = f"a dictionary from patterns to one of {wishes}, such as {{'layers.*': 'keep'}}"
-        raise _wrong("modules", cast("object", modules), expected)
-    return cast("tuple[tuple[str, Wish], ...]", pairs)
-
-
-def _is_wish(pair: object) -> bool:
-    if not isinstance(pair, tuple) or len(cast("tuple[object, ...]", pair)) != 2:
-        return False
-    pattern, wish = cast("tuple[object, object]", pair)
-    return isinstance(pattern, str) and wish in get_args(Wish)
-
-
 def _strings(ssd_dir: str | Path | Sequence[str | Path] | None) -> str | tuple[str, ...] | None:
     if ssd_dir is None or isinstance(ssd_dir, (str, Path)):
         return None if ssd_dir is None else str(ssd_dir)
     return tuple(str(path) for path in ssd_dir)
-
-
-def _wrong(name: str, found: object, expected: str) -> ConfigError:
-    return ConfigError(f"Option {name!r} of backend 'ssdtrain' is {found!r}; expected {expected}.")
-
-
-def _require_choice(name: str, value: object, choices: tuple[str, ...], *, or_else: str = "") -> None:
-    if value not in choices:
-        expected = "one of " + ", ".join(map(repr, choices))
-        raise _wrong(name, value, f"{expected}, or {or_else}" if or_else else expected)
-
-
-def _functions(name: str, value: object) -> tuple[Callable[..., Any], ...]:
-    functions = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else (None,)
-    if not all(callable(function) for function in functions):
-        raise _wrong(name, cast(object, value), "a sequence of functions")
-    return tuple(cast("Sequence[Callable[..., Any]]", functions))
-
-
-def _require_int(name: str, value: object, *, minimum: int, or_else: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        expected = "an integer number of bytes"
-        raise _wrong(name, value, f"{expected}, {or_else}" if or_else else expected)
-    if value < minimum:
-        raise _wrong(name, value, f"at least {minimum}")

@@ -46,6 +46,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
+    "NO_AUTO_CHUNKER",
     "REALIZE_TO_STRIDES",
     "AOTCompiler",
     "FakeTensor",
@@ -60,6 +61,7 @@ __all__ = [
     "fake_on",
     "functorch_config_patch",
     "graph_module",
+    "has_auto_chunker",
     "innermost",
     "input_number",
     "is_saved_descriptor",
@@ -147,6 +149,15 @@ def is_tangent(descriptor: object) -> bool:
     from torch._functorch._aot_autograd import descriptors
 
     return isinstance(descriptor, descriptors.TangentAOTInput)
+
+
+NO_AUTO_CHUNKER = f"torch {torch.__version__} has no usable auto-chunker; torch 2.13 is the oldest with one"
+
+
+def has_auto_chunker() -> bool:
+    """Whether Inductor can compute a loss in chunks. The auto-chunker of older versions lacks ops of ordinary losses."""
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
 
 
 def called_subgraph(node: fx.Node) -> str | None:

@@ -117,6 +117,8 @@ def _compile_once(
     budget: StepBudget | None = None,
 ) -> Any:
     if config.inner == "aot_eager":
+        if config.chunk_loss != "off":
+            log.info("the loss is not computed in chunks: inner='aot_eager' has no auto-chunker")
         return compile_with_aot_eager(gm, example_inputs, config, budget=budget)
     # Importing Inductor takes a second or more, so it is imported only where it is used.
     from ssdtrain_fx.compiler.inductor import compile_with_inductor

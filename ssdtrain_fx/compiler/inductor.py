@@ -27,6 +27,7 @@ from torch import fx
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx._torch_private.inductor_fusion import fusing_as_planned
+from ssdtrain_fx.compiler.chunk_loss import LossChunking
 from ssdtrain_fx.compiler.dry_run import compile_to_zeros
 from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.function_names import display_name, stable_name
@@ -73,13 +74,13 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         observe: Observer | None = None,
         *,
         budget: StepBudget | None = None,
-        on_unfit: Callable[[], None] | None = None,
+        on_warning: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
             observe: called with every rewritten step.
             budget: what ``config.find_budget`` has found earlier. None: it is called now.
-            on_unfit: called if no plan stays within a budget that need not be met.
+            on_warning: called if a warning about this step has been logged that every process should log.
         """
         # This object must not hold tensors, because it is pickled.
         self.config = config
@@ -88,7 +89,8 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         # Found once: the key of the compile caches and the plan must have the same budget.
         self.budget = config.find_budget(example_inputs) if budget is None else budget
         self.observe = observe
-        self.on_unfit = on_unfit
+        self.on_warning = on_warning
+        self.chunking = LossChunking(config, example_inputs, is_link=bool(self.activation_inputs))
         self.inner: private.CustomPartitionerFn | None = private.current_setting("custom_partitioner_fn")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadPartitioner:
@@ -100,7 +102,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         budget = self.budget
         if budget is not None and budget.limit is not None:
             budget = dataclasses.replace(budget, limit="")
-        return {**self.__dict__, "budget": budget, "observe": None, "on_unfit": None}
+        return {**self.__dict__, "budget": budget, "observe": None, "on_warning": None, "chunking": None}
 
     @functools.cached_property
     def hardware(self) -> Hardware:
@@ -110,25 +112,31 @@ class OffloadPartitioner(private.CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        budget = self.config.budget_of_plan(self.budget, self.hardware)
+
+        def make_plan(halves: tuple[fx.GraphModule, fx.GraphModule]) -> OffloadedStep:
+            return offload_saved_tensors(
+                *halves,
+                num_forward_outputs=kwargs["num_fwd_outputs"],
+                config=self.config,
+                hardware=self.hardware,
+                budget=budget,
+                times=self.config.load_call_times(self.device),
+                describe=self.observe is not None,
+                activation_inputs=self.activation_inputs,
+                is_final=False,
+            )
+
         partition = self.inner or min_cut_rematerialization_partition
-        forward, backward = partition(gm, joint_inputs, **kwargs)
-        step = offload_saved_tensors(
-            forward,
-            backward,
-            num_forward_outputs=kwargs["num_fwd_outputs"],
-            config=self.config,
-            hardware=self.hardware,
-            budget=self.config.budget_of_plan(self.budget, self.hardware),
-            times=self.config.load_call_times(self.device),
-            describe=self.observe is not None,
-            activation_inputs=self.activation_inputs,
-        )
+        step = self.chunking.plan(gm, joint_inputs, partition=partition, make_plan=make_plan, budget=budget, **kwargs)
+        if step.warning:
+            log.warning("%s", step.warning)
         if self.observe is not None:
             self.observe(step)
         for half in (step.forward, step.backward):
             half.graph.output_node().meta[PLANNED_PEAK] = step.plan.peak_after_bytes
-        if not step.fits and self.on_unfit is not None:
-            self.on_unfit()
+        if (step.warning or self.chunking.has_warned) and self.on_warning is not None:
+            self.on_warning()
         return step.forward, step.backward
 
     def uuid(self) -> str:
@@ -202,7 +210,7 @@ class _CompileBothHalves:
 
     def __init__(self) -> None:
         self.stride_by_token: dict[str, tuple[int, ...]] = {}
-        self.fits = True
+        self.has_warned = False
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
         # Both names are read before compiling, because Inductor rewrites the graph.
@@ -228,7 +236,7 @@ class _CompileBothHalves:
             for token_name, site in site_by_token.items():
                 if site in strides:
                     self.stride_by_token[token_name] = strides[site]
-        if not self.fits:
+        if self.has_warned:
             # Planned again in every process, so that every process logs the warning.
             private.keep_out_of_autograd_cache(code)
         return code
@@ -258,14 +266,14 @@ def compile_with_inductor(
     private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT)
     halves = _CompileBothHalves()
 
-    def note_unfit() -> None:
-        halves.fits = False
+    def note_warning() -> None:
+        halves.has_warned = True
 
+    partitioner = OffloadPartitioner(config, example_inputs, observe, budget=budget, on_warning=note_warning)
     patches: dict[str, Any] = {
-        "custom_partitioner_fn": OffloadPartitioner(
-            config, example_inputs, observe, budget=budget, on_unfit=note_unfit
-        ),
+        "custom_partitioner_fn": partitioner,
         "post_grad_custom_post_pass": KeepLayouts(),
+        **partitioner.chunking.settings(),
     }
     if mode is not None:
         patches |= private.options_of_mode(mode)
@@ -273,7 +281,8 @@ def compile_with_inductor(
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
         return halves(gm, example_inputs, **kwargs)
 
-    compiled = private.compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+    with partitioner.chunking.active():
+        compiled = private.compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
     return keep_memory_for(compiled)
 
 
@@ -291,7 +300,9 @@ def trace_with_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, *, observe: Observer
 ) -> Any:
     """Run Inductor up to the partitioner. The result computes nothing and returns zeros."""
-    return _trace(gm, example_inputs, OffloadPartitioner(config, example_inputs, observe))
+    partitioner = OffloadPartitioner(config, example_inputs, observe)
+    with partitioner.chunking.active():
+        return _trace(gm, example_inputs, partitioner, **partitioner.chunking.settings())
 
 
 def capture_with_inductor(
@@ -301,11 +312,12 @@ def capture_with_inductor(
     return _trace(gm, example_inputs, _CapturePartition(device_of(example_inputs), observe))
 
 
-def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: private.CustomPartitionerFn) -> Any:
+def _trace(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], partitioner: private.CustomPartitionerFn, **settings: Any
+) -> Any:
     def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
         return private.WrappedCode(compile_to_zeros(gm, example_inputs))
 
     with _torch_private.functorch_config_patch(enable_autograd_cache=False):
-        return private.compile_fx(
-            gm, example_inputs, inner_compile=inner_compile, config_patches={"custom_partitioner_fn": partitioner}
-        )
+        patches = {"custom_partitioner_fn": partitioner, **settings}
+        return private.compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)

@@ -121,8 +121,8 @@ class OffloadedStep:
     joint_before: str
     """The scheduled joint graph as text, before and after the pipeline. Both are empty unless ``describe`` is set."""
     joint_after: str
-    fits: bool
-    """False if no plan stays within a budget that need not be met. A warning has been logged."""
+    warning: str = ""
+    """What is wrong if no plan stays within a budget that need not be met."""
 
 
 def offload_saved_tensors(
@@ -136,6 +136,7 @@ def offload_saved_tensors(
     times: Times | None = None,
     describe: bool = False,
     activation_inputs: frozenset[int] = frozenset(),
+    is_final: bool = True,
 ) -> OffloadedStep:
     """Rewrite a partitioned training step so that saved tensors leave memory between forward and backward.
 
@@ -148,6 +149,7 @@ def offload_saved_tensors(
         describe: also return the timeline and the graph before and after as text. This takes seconds for thousands of
             nodes.
         activation_inputs: see :func:`~ssdtrain_fx.passes.analysis.chains.find_activation_inputs`.
+        is_final: False if this step may not be compiled. The caller then logs ``warning`` of the one that is.
 
     Raises:
         BudgetError: no plan stays within a budget that must be met.
@@ -157,7 +159,10 @@ def offload_saved_tensors(
     """
     with _garbage_left_for_later():
         joint = join(forward, backward, num_forward_outputs=num_forward_outputs, activation_inputs=activation_inputs)
-        return _offload(forward, backward, joint, config, hardware, budget, times, describe)
+        step = _offload(forward, backward, joint, config, hardware, budget, times, describe)
+    if step.warning and is_final:
+        log.warning("%s", step.warning)
+    return step
 
 
 @contextlib.contextmanager
@@ -192,7 +197,7 @@ def _offload(
     analysis = _analyse(joint, config, hardware, times)
     _warn_of_unmatched(joint, config.module_wishes)
     problem = pose_problem(analysis, hardware=hardware, host=config.host_tier(hardware))
-    planned, fits = _choose_within(analysis, problem, config, hardware, budget, times)
+    planned, warning = _choose_within(analysis, problem, config, hardware, budget, times)
     joint, plan, costs = planned.analysis.joint, planned.plan, planned.analysis.cost_sources
     log.info(
         "predicted activation peak %s -> %s, %+.1f %% step time, %s offloaded in %d of %d saved storages "
@@ -225,7 +230,7 @@ def _offload(
     describer = ScheduleDescriber(analysis, planned.analysis, planned.problem, plan) if describe else None
     if not plan.offloaded and not plan.recomputed and is_original:
         timeline = describer.timeline() if describer else None
-        return OffloadedStep(forward, backward, plan, planned.problem, costs, timeline, before, before, fits)
+        return OffloadedStep(forward, backward, plan, planned.problem, costs, timeline, before, before, warning)
     if plan.offloaded:
         joint = _run(passes_of_plan(planned, config), joint)
     after = joint.text() if describe else ""
@@ -233,7 +238,7 @@ def _offload(
         log.debug("scheduled joint graph with offloads:\n%s", after or joint.text())
     timeline = describer.timeline() if describer else None
     new_forward, new_backward = split(joint)
-    return OffloadedStep(new_forward, new_backward, plan, planned.problem, costs, timeline, before, after, fits)
+    return OffloadedStep(new_forward, new_backward, plan, planned.problem, costs, timeline, before, after, warning)
 
 
 def _run(passes: Sequence[JointPass], joint: ScheduledJointGraph) -> ScheduledJointGraph:
@@ -292,28 +297,26 @@ def _choose_within(
     hardware: Hardware,
     budget: StepBudget | None,
     times: Times | None,
-) -> tuple[PlannedStep, bool]:
-    """Return the best plan, and whether it stays within the budget.
+) -> tuple[PlannedStep, str]:
+    """Return the best plan, and a warning if it does not stay within the budget.
 
     Raises:
         BudgetError: no plan meets a budget that must be met.
     """
     try:
-        return _choose(analysis, problem, config, hardware, budget, times), True
+        return _choose(analysis, problem, config, hardware, budget, times), ""
     except BudgetError as error:
         if budget is None or budget.limit is None:
             raise
         raised = budget.raised_to(error.reached_bytes)
-        log.warning(
-            "the step does not fit into memory: it needs %s at least, and memory_budget_bytes='auto' found room for %s "
-            "(%s). It is compiled for %s, and the process may run out of memory. Lower the batch size or "
-            "min_tensor_bytes, or raise the limit. A higher max_slowdown does not help.",
-            format_bytes(raised.size_bytes),
-            format_bytes(budget.size_bytes),
-            budget.limit,
-            format_bytes(raised.size_bytes),
+        needed = format_bytes(raised.size_bytes)
+        warning = (
+            f"the step does not fit into memory: it needs {needed} at least, and memory_budget_bytes='auto' found room "
+            f"for {format_bytes(budget.size_bytes)} ({budget.limit}). It is compiled for {needed}, and the process may "
+            "run out of memory. Lower the batch size or min_tensor_bytes, or raise the limit. A higher max_slowdown "
+            "does not help."
         )
-        return _choose(analysis, problem, config, hardware, raised, times), False
+        return _choose(analysis, problem, config, hardware, raised, times), warning
 
 
 def _choose(

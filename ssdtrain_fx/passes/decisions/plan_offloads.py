@@ -171,9 +171,7 @@ def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
         node=nodes[position].name,
         phase="forward" if position < nodes.index(analysis.joint.marker) else "backward",
         source=source_line(nodes[position]),
-        largest=tuple(
-            (names[span.storage_idx], span.size_bytes) for span in there[:NUM_LARGEST]
-        ),
+        largest=tuple((names[span.storage_idx], span.size_bytes) for span in there[:NUM_LARGEST]),
     )
 
 

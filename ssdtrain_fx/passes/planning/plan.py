@@ -126,6 +126,8 @@ class Plan:
     """The most pinned host memory that the host tier holds."""
     stall_s: float = 0.0
     """The part of ``exposed_s`` in which the compute stream waits for the SSD, or for copies that run beside it."""
+    loss_chunks: int = 0
+    """How many chunks the loss is computed in (option ``chunk_loss``). 0: it is not computed in chunks."""
     why_nothing_moves: str = ""
     """If nothing is offloaded: why, and which option would change that. Otherwise empty."""
 

@@ -1,0 +1,189 @@
+"""torch's auto-chunker, which computes a loss head in chunks of rows (see the table in ``_torch_private``).
+
+    before   logits = mm(x, w)                # [4096, 32768]  512 MiB, and their gradient as much
+             loss = cross_entropy(logits, t)
+    after    for every chunk of rows: the product, the loss, and the gradients of x and w, as if the gradient of the
+             loss were 1. Backward multiplies these gradients by the real one.
+
+It is one of the passes on the joint graph. By itself, it says only in a debug log whether it has changed anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Generator, Sequence
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._inductor import compile_fx as _compile_fx
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from ssdtrain_fx._torch_private import graph_module
+
+__all__ = ["KeepRawGraph", "LossChunker", "LossHead", "chunking", "partition_from_raw"]
+
+LARGE_RATIO = 2
+"""torch's own value of 8 misses ordinary heads: 4096 tokens, 768 features and 32768 words give 4.7."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LossHead:
+    """The matrix product of a loss head: ``[rows, features] @ [features, columns]``."""
+
+    rows: int
+    features: int
+    columns: int
+
+
+class LossChunker:
+    """Lets the auto-chunker work on the graphs of one compilation, and records what becomes of it."""
+
+    def __init__(self, count_chunks: Callable[[LossHead], int]) -> None:
+        """
+        Args:
+            count_chunks: how many chunks a head should have.
+        """
+        self._count_chunks = count_chunks
+        self.num_chunks = 0
+        """0: no loss is computed in chunks."""
+        self.refusal = ""
+        """Why not. Empty also if no graph with a backward was seen."""
+
+    @staticmethod
+    def settings(*, enabled: bool = True) -> dict[str, Any]:
+        """Inductor's settings while it compiles."""
+        return {
+            "auto_chunker.enable": enabled,
+            "auto_chunker.num_chunk": None,
+            "auto_chunker.amplify_ratio_threshold": LARGE_RATIO,
+        }
+
+    def run(self, gm: fx.GraphModule, chunk: Callable[[fx.GraphModule], fx.GraphModule]) -> fx.GraphModule:
+        """Call ``chunk``. It raises CantChunk in more cases than by itself, and the graph then stays as it is."""
+        from torch._inductor.fx_passes.auto_chunker.common import CantChunk
+
+        try:
+            num_chunks = self._feasible_count(gm)
+            with cast(Any, config).patch({"auto_chunker.num_chunk": num_chunks}):
+                chunked = chunk(gm)
+        except CantChunk as error:
+            self.refusal = str(error)
+            raise
+        except Exception as error:  # its assertions, above all; it changes a copy of the graph
+            self.refusal = f"{type(error).__name__}: {error}"
+            raise CantChunk(self.refusal) from error
+        if chunked is not gm:
+            self.num_chunks, self.refusal = num_chunks, ""
+        return chunked
+
+    def _feasible_count(self, gm: fx.GraphModule) -> int:
+        """How many chunks the head of ``gm`` can have: the auto-chunker fails if ``torch.chunk`` makes fewer."""
+        from torch._inductor.fx_passes.auto_chunker import core
+        from torch._inductor.fx_passes.auto_chunker.common import CantChunk
+
+        product = cast(Any, core).find_amplifier_node(gm.graph)
+        if product is None:
+            return 0
+        if product.meta["val"].dtype is torch.float16:
+            raise CantChunk(
+                "the logits are float16. The gradients of a chunk are computed before a GradScaler scales them, and "
+                "most of them would be rounded to zero. Use bfloat16"
+            )
+        left, right = (node.meta["val"] for node in product.args[-2:])
+        rows, features, columns = (*left.shape, right.shape[1])
+        if not all(isinstance(size, int) for size in (rows, features, columns)):
+            raise CantChunk("its sizes are symbolic")
+        wanted = max(1, min(self._count_chunks(LossHead(rows, features, columns)), rows))
+        return -(-rows // -(-rows // wanted))
+
+
+_chunker: ContextVar[LossChunker | None] = ContextVar("ssdtrain_chunker", default=None)
+_raw_graph: ContextVar[list[fx.GraphModule] | None] = ContextVar("ssdtrain_raw_graph", default=None)
+
+
+@contextlib.contextmanager
+def chunking(chunker: LossChunker) -> Generator[None]:
+    """Compile with ``chunker``. Inductor must have its settings."""
+    _ask_the_chunker()
+    token = _chunker.set(chunker)
+    try:
+        yield
+    finally:
+        _chunker.reset(token)
+
+
+@functools.cache
+def _ask_the_chunker() -> None:
+    """Let the joint-graph passes call the auto-chunker through the chunker of the compilation, if there is one."""
+    from torch._inductor.fx_passes import auto_chunker
+
+    chunk = auto_chunker.chunk
+
+    @functools.wraps(chunk)
+    def chunk_and_record(gm: fx.GraphModule) -> fx.GraphModule:
+        chunker = _chunker.get()
+        is_chunk = gm.meta.get("produced_by_chunker", False)
+        return chunk(gm) if chunker is None or is_chunk else chunker.run(gm, chunk)
+
+    auto_chunker.chunk = chunk_and_record
+
+
+class KeepRawGraph(CustomGraphPass):
+    """Keeps a copy of the joint graph as it is before Inductor's passes, for ``partition_from_raw``."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        kept = _raw_graph.get()
+        if kept is not None and not any(node.op == "get_attr" for node in graph.nodes):
+            kept[:] = [_copy_graph(cast(fx.GraphModule, graph.owning_module))]
+
+    def uuid(self) -> str:
+        return "ssdtrain_fx: changes nothing"
+
+    @staticmethod
+    @contextlib.contextmanager
+    def keeping() -> Generator[None]:
+        """Keep the graph of what is compiled in this block. It is forgotten afterwards."""
+        token = _raw_graph.set([])
+        try:
+            yield
+        finally:
+            _raw_graph.reset(token)
+
+
+def partition_from_raw(
+    gm: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    *,
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    **kwargs: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+    """Run Inductor's passes on the raw graph of ``gm`` with other settings than before, and partition it.
+
+    None if there is no raw graph: ``gm`` calls other graphs.
+    """
+    kept = _raw_graph.get()
+    if not kept or _placeholders(kept[0]) != _placeholders(gm):
+        return None
+    compiler = {"compiler": kwargs.pop("compiler")} if "compiler" in kwargs else {}
+    partition = functools.partial(partition, **compiler)
+    return cast(Any, _compile_fx).partition_fn(kept.pop(), joint_inputs, partitioner_fn_override=partition, **kwargs)
+
+
+def _placeholders(gm: fx.GraphModule) -> list[str]:
+    return [node.name for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    copy_of: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        copy_of[node] = graph.node_copy(node, copy_of.__getitem__)
+        copy_of[node].meta = dict(node.meta)
+    copied = graph_module(gm, graph, type(gm).__name__)
+    copied.meta = dict(gm.meta)
+    return copied

@@ -71,11 +71,12 @@ class LossChunker:
             num_chunks = self._feasible_count(gm)
             with cast(Any, config).patch({"auto_chunker.num_chunk": num_chunks}):
                 chunked = chunk(gm)
-        except CantChunk as error:
-            self.refusal = str(error)
-            raise
-        except Exception as error:  # its assertions, above all; it changes a copy of the graph
-            self.refusal = f"{type(error).__name__}: {error}"
+            _check(gm)
+        except Exception as error:  # its assertions too; it changes only marks of the graph, and a copy
+            for node in gm.graph.nodes:
+                node.meta.pop("chunking", None)
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            self.refusal = first_line.removesuffix(".")
             raise CantChunk(self.refusal) from error
         if chunked is not gm:
             self.num_chunks, self.refusal = num_chunks, ""
@@ -89,17 +90,72 @@ class LossChunker:
         product = cast(Any, core).find_amplifier_node(gm.graph)
         if product is None:
             return 0
-        if product.meta["val"].dtype is torch.float16:
-            raise CantChunk(
-                "the logits are float16. The gradients of a chunk are computed before a GradScaler scales them, and "
-                "most of them would be rounded to zero. Use bfloat16"
-            )
+        dtype = product.meta["val"].dtype
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise CantChunk(f"The logits are {dtype}; only float32 and bfloat16 are safe{_WHY_UNSAFE.get(dtype, '')}")
         left, right = (node.meta["val"] for node in product.args[-2:])
         rows, features, columns = (*left.shape, right.shape[1])
         if not all(isinstance(size, int) for size in (rows, features, columns)):
-            raise CantChunk("its sizes are symbolic")
+            raise CantChunk("The sizes of the logits are symbolic")
         wanted = max(1, min(self._count_chunks(LossHead(rows, features, columns)), rows))
         return -(-rows // -(-rows // wanted))
+
+
+_WHY_UNSAFE = {
+    torch.float16: ": the gradients of a chunk are computed before a GradScaler scales them, and would become zero",
+    torch.float64: ": torch's auto-chunker sums losses in float32",
+}
+_ALONG_A_DIM = ("aten.gather", "aten.scatter", "aten.scatter_add")
+
+
+def _check(gm: fx.GraphModule) -> None:
+    """Refuse what the auto-chunker accepts although its result would be wrong.
+
+    Its marks are still on the nodes of ``gm``, which it has copied. It computes the marked part for every chunk with a
+    gradient of 1 in place of the real one (``scale_by``), and adds up results marked ``need_sum``. So:
+
+    - That gradient is one number. With several, a product of the results with them would mean something else.
+    - Only the marked part reads the 1. Anything else would miss the real gradient.
+    - No node of the marked part reads a sum over rows, which is complete only after the last chunk.
+    - No node picks or reduces along the dimension that is cut, except for sums.
+    - What is multiplied afterwards is linear: floating point, and no maximum.
+
+    Raises:
+        CantChunk: one of these is not so.
+    """
+    from torch._inductor.fx_passes.auto_chunker.common import CantChunk
+
+    for node in gm.graph.nodes:
+        mark = node.meta.get("chunking")
+        if mark is None:
+            continue
+        value = node.meta.get("val")
+        is_gradient = node.op == "placeholder" and mark.scale_by is not None
+        inside = [user for user in node.users if user.meta.get("chunking") is not None]
+        if is_gradient and (value.numel() != 1 or len(inside) < len(node.users)):
+            raise CantChunk(f"The gradient {node.name} of a result is also needed outside of the chunks")
+        if is_gradient and any(_is_outside(user) for user in inside):
+            raise CantChunk(f"A node before the chunks reads the gradient {node.name} of a result")
+        if mark.need_sum and inside:
+            raise CantChunk(f"{inside[0].name} reads {node.name}, a sum over all rows, within a chunk")
+        if mark.scale_by is not None and (not value.is_floating_point() or "amax" in str(node.target)):
+            raise CantChunk(f"{node.name} is not linear in the gradient of the loss")
+        source = node.args[0] if node.args else None
+        cut = source.meta.get("chunking") if isinstance(source, fx.Node) else None
+        if cut is not None and cut.chunk_dim is not None and not _is_outside(node) and not mark.need_sum:
+            name, dims = str(node.target).rpartition(".")[0], node.args[1] if len(node.args) > 1 else ()
+            reduces = name in ("aten.amax", "aten.sum")
+            if (reduces or name in _ALONG_A_DIM) and _covers(dims, cut.chunk_dim, source.meta["val"].dim()):
+                raise CantChunk(f"{node.name} works along the dimension that is cut")
+
+
+def _is_outside(node: fx.Node) -> bool:
+    """Is a marked node computed once, before the chunks? It is if it reads a node without a mark."""
+    return any(source.meta.get("chunking") is None for source in node.all_input_nodes)
+
+
+def _covers(dims: Any, dim: int, num_dims: int) -> bool:
+    return dim in {one % num_dims for one in (dims if isinstance(dims, (list, tuple)) else [dims])}
 
 
 _chunker: ContextVar[LossChunker | None] = ContextVar("ssdtrain_chunker", default=None)

@@ -155,7 +155,7 @@ NO_AUTO_CHUNKER = f"torch {torch.__version__} has no usable auto-chunker; torch 
 
 
 def has_auto_chunker() -> bool:
-    """Whether Inductor can compute a loss in chunks. The auto-chunker of older versions lacks ops of ordinary losses."""
+    """Whether Inductor can compute a loss in chunks. Older versions of the auto-chunker lack ops of ordinary losses."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 
 import networkx as nx
 
@@ -11,7 +12,7 @@ from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.passes.analysis.dependencies import find_dependencies
 from ssdtrain_fx.passes.analysis.describe_schedule import Timeline
 from ssdtrain_fx.passes.analysis.node_calls import CostSources
-from ssdtrain_fx.passes.planning.plan import Peak, Plan
+from ssdtrain_fx.passes.planning.plan import Peak, PeakRole, Plan
 from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
 from ssdtrain_fx.report.decisions import style_of
 from ssdtrain_fx.report.endurance import Endurance
@@ -23,6 +24,15 @@ EMPTY = (
     "No graph of this call saves anything for backward (no gradient is needed, or nothing was captured). Let "
     'parameters or inputs require gradients; TORCH_LOGS="graph_breaks" shows what was not captured.'
 )
+
+
+_ROLES: Mapping[PeakRole, str] = {
+    "logits": "logits and values of their size",
+    "chunk": "inside one chunk of the loss",
+    "gradients": "gradients",
+    "saved": "saved for backward",
+    "other": "other intermediate results",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,9 +58,10 @@ class GraphReport:
         plan = self.plan
         peaks = f"{format_bytes(plan.peak_before_bytes)} -> {format_bytes(plan.peak_after_bytes)}"
         on_host = f", up to {format_bytes(plan.host_peak_bytes)} in host memory" if plan.on_host else ""
+        chunks = f"; loss in {plan.loss_chunks} chunks" if plan.loss_chunks else ""
         step = f"a step of {format_seconds(plan.step_s)} ({100 * plan.slowdown:+.1f} %)"
         return (
-            f"predicted activation peak {peaks}; "
+            f"predicted activation peak {peaks}{chunks}; "
             f"{format_bytes(plan.offloaded_bytes)} out and back per step{on_host}; "
             f"{format_seconds(plan.exposed_s)} exposed in {step}; {self.endurance(rated_endurance_bytes)}"
         )
@@ -87,6 +98,7 @@ class GraphReport:
             f"{name:7}{_describe_peak(peak)}"
             for name, peak in (("before", plan.peak_before), ("after", plan.peak_after))
         ]
+        lines.append(_describe_parts(plan))
         if plan.peak_after_bytes == plan.floor_bytes:
             lines.append("this is the floor: everything live there is in use or cannot move")
         else:
@@ -149,6 +161,19 @@ class GraphReport:
             SSDTrainError: the program ``dot`` is not installed or fails, or as in :meth:`to_dot`.
         """
         return render_svg(self.to_dot(after=after, around=around, hops=hops))
+
+
+def _describe_parts(plan: Plan) -> str:
+    """What the peak after consists of, and what would lower it."""
+    parts = plan.peak_after.parts
+    text = ", ".join(f"{format_bytes(part.size_bytes)} {_ROLES[part.role]}" for part in parts)
+    largest = parts[0].role if parts else "other"
+    advice = ""
+    if largest == "logits":
+        advice = "; chunk_loss may lower it" if plan.loss_chunks == 0 else ""
+    elif largest == "chunk":
+        advice = f"; more than {plan.loss_chunks} chunks may lower it" if plan.loss_chunks else ""
+    return f"parts  {text}{advice}"
 
 
 def _describe_peak(peak: Peak) -> str:

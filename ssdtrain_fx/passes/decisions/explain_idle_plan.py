@@ -6,17 +6,26 @@ The figures come from further plans for the same graph. They are made only if no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.analyse import Analysis
 from ssdtrain_fx.passes.analysis.pose_problem import pose_problem
 from ssdtrain_fx.passes.decisions.plan_offloads import plan_offloads
-from ssdtrain_fx.passes.planning.plan import Plan
+from ssdtrain_fx.passes.planning.plan import PeakRole, Plan
 from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
 from ssdtrain_fx.units import format_bytes
 
+NO_OPTION = "A smaller batch lowers it; no option does."
+WHAT_LOWERS: Mapping[PeakRole, str] = {
+    "logits": "The peak is the loss head; chunk_loss may lower it.",
+    "chunk": "The peak is the loss of one chunk; more chunks lower it.",
+    "gradients": NO_OPTION,
+    "saved": NO_OPTION,
+    "other": NO_OPTION,
+}
+"""What lowers a peak at which nothing can be offloaded, by its largest part."""
 LARGER_SLOWDOWNS = (0.05, 0.2, 1.0)
 """Values of ``max_slowdown`` to try: few, because each takes a plan. Above these, the SSD is too slow to be of use."""
 
@@ -69,7 +78,7 @@ def explain_idle_plan(
         return (
             f"the peak of {format_bytes(peak.size_bytes)} is elsewhere: at {peak.node} in {peak.phase}, nothing that "
             f"may be offloaded is idle ({largest}). {_about_checkpointing(analysis)}"
-            f"{too_small or 'A smaller batch lowers it; no option does.'}"
+            f"{too_small or WHAT_LOWERS[peak.parts[0].role if peak.parts else 'other']}"
         )
     slower = _if_slower(analysis, problem, plan, max_slowdown)
     return f"offloading takes more time than max_slowdown={max_slowdown:g} allows. {slower}"

@@ -17,6 +17,7 @@ from ssdtrain_fx.passes.analysis.analyse import Analysis
 from ssdtrain_fx.passes.analysis.candidates import Candidate
 from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
 from ssdtrain_fx.passes.analysis.subgraph_calls import workspace_name
+from ssdtrain_fx.passes.decisions.find_peak_parts import find_peak_parts
 from ssdtrain_fx.passes.graph.source_lines import source_line
 from ssdtrain_fx.passes.planning.chains import choose_most
 from ssdtrain_fx.passes.planning.live_intervals import LiveInterval, memory_profile
@@ -172,6 +173,7 @@ def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
         phase="forward" if position < nodes.index(analysis.joint.marker) else "backward",
         source=source_line(nodes[position]),
         largest=tuple((names[span.storage_idx], span.size_bytes) for span in there[:NUM_LARGEST]),
+        parts=find_peak_parts(analysis, there),
     )
 
 

@@ -85,6 +85,20 @@ class SavedStorage:
     decision: PlannedDecision
 
 
+PeakRole = Literal["logits", "chunk", "gradients", "saved", "other"]
+"""What memory at a peak is for. ``logits``: the logits and values of their size, such as their gradient. ``chunk``:
+what the loss of one chunk needs besides its results. ``gradients``: those that backward returns. ``saved``: what forward
+saves for backward. ``other``: intermediate results."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PeakPart:
+    """The bytes at a peak with one role."""
+
+    role: PeakRole
+    size_bytes: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
     """Where memory use peaks, and which storages are live there."""
@@ -98,6 +112,8 @@ class Peak:
     """The line of user code that the node comes from, or an empty string."""
     largest: tuple[tuple[str, int], ...]
     """The largest live storages: name and bytes, largest first."""
+    parts: tuple[PeakPart, ...] = ()
+    """All that is live, by its role, largest first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,7 +198,8 @@ class Plan:
         raw["storages"] = tuple(_storage_from(entry) for entry in raw["storages"])
         for name in ("peak_before", "peak_after"):
             largest = tuple((storage, size_bytes) for storage, size_bytes in raw[name].pop("largest"))
-            raw[name] = Peak(**raw[name], largest=largest)
+            parts = tuple(PeakPart(**part) for part in raw[name].pop("parts", ()))
+            raw[name] = Peak(**raw[name], largest=largest, parts=parts)
         return cls(**raw)
 
 

@@ -15,6 +15,7 @@ on 2.13.0 and 2.15.0. Comments in the code say what differs between these versio
 | ``V.set_choices_handler``, ``scheduler.name_to_node``, ``name_to_buf`` | peaks above the planned ones |
 | ``codegen.wrapper.PythonWrapperCodegen.can_reuse`` | kernels overwrite what the engine holds, and reuse little else |
 | ``ir.FallbackKernel``, ``add_import_once``, ``V.graph.never_reuse_buffers`` | no Inductor backend |
+| ``_inductor.fx_passes.auto_chunker``, ``compile_fx.partition_fn(partitioner_fn_override=)`` | no ``chunk_loss`` |
 | ``_inductor.output_code.OutputCode.source_code`` | convolution nets: last bits differ |
 | ``_inductor.list_mode_options`` | ``mode=`` cannot be honoured |
 | ``meta["inductor_realize_to_strides"]`` | a recomputed tensor may get another layout |

@@ -87,8 +87,8 @@ class SavedStorage:
 
 PeakRole = Literal["logits", "chunk", "gradients", "saved", "other"]
 """What memory at a peak is for. ``logits``: the logits and values of their size, such as their gradient. ``chunk``:
-what the loss of one chunk needs besides its results. ``gradients``: those that backward returns. ``saved``: what forward
-saves for backward. ``other``: intermediate results."""
+what the loss of one chunk needs besides its results. ``gradients``: those that backward returns. ``saved``: what
+forward saves for backward. ``other``: intermediate results."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 import ssdtrain_fx
 import ssdtrain_fx.testing
-from ssdtrain_fx import OffloadConfig, errors
+from ssdtrain_fx import OffloadConfig, _torch_private, errors
 from ssdtrain_fx.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -105,6 +105,7 @@ PRELUDES = {
     "regional_compilation.md": COMMON + "target = None\n",
     "several_drives.md": COMMON,
     "gpu.md": COMMON,
+    "large_vocabularies.md": COMMON,
     "trainers.md": TRAINERS,
 }
 """Code that runs before the first block of a page."""
@@ -128,6 +129,7 @@ SLOW = {
     "regional_compilation.md",
     "several_drives.md",
     "gpu.md",
+    "large_vocabularies.md",
     "trainers.md",
 }
 """Pages whose blocks `make test-all` runs."""
@@ -184,6 +186,8 @@ def test_python_is_python(path: Path) -> None:
 def test_python_runs(path: Path, tmp_path: Path) -> None:
     for package in NEEDED.get(path.name, ()):
         pytest.importorskip(package, reason=f"{package}, which this page is about, is not installed")
+    if path.name == "large_vocabularies.md" and not _torch_private.has_auto_chunker():
+        pytest.skip(_torch_private.NO_AUTO_CHUNKER)
     program = "\n".join([PRELUDES[path.name], *blocks_of(path, "python")])
     for large, small in SMALLER.items():
         program = program.replace(large, small)

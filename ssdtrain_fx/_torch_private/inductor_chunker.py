@@ -75,8 +75,8 @@ class LossChunker:
         except Exception as error:  # its assertions too; it changes only marks of the graph, and a copy
             for node in gm.graph.nodes:
                 node.meta.pop("chunking", None)
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            self.refusal = first_line.removesuffix(".")
+            text = str(error) if isinstance(error, CantChunk) else f"{type(error).__name__}: {error}"
+            self.refusal = text.splitlines()[0].removesuffix(".")
             raise CantChunk(self.refusal) from error
         if chunked is not gm:
             self.num_chunks, self.refusal = num_chunks, ""
@@ -97,7 +97,9 @@ class LossChunker:
         rows, features, columns = (*left.shape, right.shape[1])
         if not all(isinstance(size, int) for size in (rows, features, columns)):
             raise CantChunk("The sizes of the logits are symbolic")
-        wanted = max(1, min(self._count_chunks(LossHead(rows, features, columns)), rows))
+        wanted = min(self._count_chunks(LossHead(rows, features, columns)), rows)
+        if wanted < 2:
+            raise CantChunk(f"The logits have only {rows} rows")
         return -(-rows // -(-rows // wanted))
 
 

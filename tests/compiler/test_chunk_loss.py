@@ -225,6 +225,23 @@ def test_auto_takes_chunks_where_only_they_meet_the_budget(caplog: pytest.LogCap
     assert roomy.loss_chunks == 0, "the step fits as it is, and takes less time"
 
 
+@needs_chunker
+def test_explain_says_what_the_peak_is_for() -> None:
+    """Without chunks, it is the logits; with a few, it is the loss of one chunk."""
+    for option, role, advice in (
+        ("off", "logits", "logits and values of their size, "),
+        (4, "chunk", "inside one chunk of the loss, "),
+    ):
+        report = explain(Tower(), *batch(0), config=OffloadConfig(chunk_loss=option))
+        peak = report.plan.peak_after
+        assert peak.parts[0].role == role
+        assert sum(part.size_bytes for part in peak.parts) == peak.size_bytes
+        assert advice in report.text()
+        assert Plan.from_json(report.plan.to_json()) == report.plan
+        last = "chunk_loss may lower it" if option == "off" else "more than 4 chunks may lower it"
+        assert last in report.text()
+
+
 def test_a_chunk_of_auto_takes_about_the_memory_of_the_weight() -> None:
     assert count_chunks(LossHead(rows=4096, features=768, columns=32768)) == 11
     assert count_chunks(LossHead(rows=4096, features=4096, columns=32768)) == 2

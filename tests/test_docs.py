@@ -106,6 +106,7 @@ PRELUDES = {
     "several_drives.md": COMMON,
     "gpu.md": COMMON,
     "large_vocabularies.md": COMMON,
+    "single_modules.md": COMMON,
     "trainers.md": TRAINERS,
 }
 """Code that runs before the first block of a page."""
@@ -130,6 +131,7 @@ SLOW = {
     "several_drives.md",
     "gpu.md",
     "large_vocabularies.md",
+    "single_modules.md",
     "trainers.md",
 }
 """Pages whose blocks `make test-all` runs."""

@@ -143,7 +143,9 @@ def _check(gm: fx.GraphModule) -> None:
         if mark.scale_by is not None and (not value.is_floating_point() or "amax" in str(node.target)):
             raise CantChunk(f"{node.name} is not linear in the gradient of the loss")
         source = node.args[0] if node.args else None
-        cut = source.meta.get("chunking") if isinstance(source, fx.Node) else None
+        if not isinstance(source, fx.Node):
+            continue
+        cut = source.meta.get("chunking")
         if cut is not None and cut.chunk_dim is not None and not _is_outside(node) and not mark.need_sum:
             name, dims = str(node.target).rpartition(".")[0], node.args[1] if len(node.args) > 1 else ()
             reduces = name in ("aten.amax", "aten.sum")
@@ -157,7 +159,8 @@ def _is_outside(node: fx.Node) -> bool:
 
 
 def _covers(dims: Any, dim: int, num_dims: int) -> bool:
-    return dim in {one % num_dims for one in (dims if isinstance(dims, (list, tuple)) else [dims])}
+    listed = cast("Sequence[int]", dims if isinstance(dims, (list, tuple)) else [dims])
+    return dim in {one % num_dims for one in listed}
 
 
 _chunker: ContextVar[LossChunker | None] = ContextVar("ssdtrain_chunker", default=None)

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from ssdtrain_fx import _torch_private
 from ssdtrain_fx.passes.analysis.analyse import Analysis
 from ssdtrain_fx.passes.graph.alias_sets import storages_of
 from ssdtrain_fx.passes.graph.op_kinds import op_of
@@ -73,4 +72,4 @@ def _count_logits(analysis: Analysis) -> int:
 
 
 def _is_product_of_matrices(node: fx.Node) -> bool:
-    return isinstance(node.target, _torch_private.OpOverload) and op_of(node.target).name in ("mm", "addmm")
+    return str(node.target).startswith(("aten.mm.", "aten.addmm."))

@@ -61,13 +61,13 @@ def _move_towards(problem: TransferProblem, choice: Choice, wanted: dict[int, Pl
     for idx in sorted(placements, key=lambda idx: (placements[idx].reload, size_bytes[idx], idx)):
         now = placements[idx]
         reload = _first_with_room(room_bytes, max(before + 1, wanted[idx].reload), now.reload, size_bytes[idx])
-        placements[idx] = now._replace(reload=reload)
+        placements[idx] = dataclasses.replace(now, reload=reload)
         before = max(before, reload)
     behind = problem.marker + 1
     for idx in sorted(placements, key=lambda idx: (-placements[idx].release, size_bytes[idx], idx)):
         now = placements[idx]
         release = _last_with_room(room_bytes, now.release, min(behind - 1, wanted[idx].release), size_bytes[idx])
-        placements[idx] = now._replace(release=release)
+        placements[idx] = dataclasses.replace(now, release=release)
         behind = min(behind, release)
     return placements
 

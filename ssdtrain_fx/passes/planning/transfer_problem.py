@@ -185,7 +185,8 @@ class TransferProblem:
         return hardware.reload_s + (hardware.copy_in.transfer_s(size_bytes) if hardware.copies_block_compute else 0.0)
 
 
-class Placement(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
     """The positions of a storage's release and reload, and where it is kept in between."""
 
     release: int

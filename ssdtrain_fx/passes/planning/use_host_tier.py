@@ -72,7 +72,7 @@ def _arrange(problem: TransferProblem, choice: Choice) -> Iterable[tuple[dict[in
         if not on_host:
             continue
         same = {
-            idx: placement._replace(tier="host" if idx in on_host else "ssd")
+            idx: dataclasses.replace(placement, tier="host" if idx in on_host else "ssd")
             for idx, placement in choice.placements.items()
         }
         yield same, choice.ssd_speedup

@@ -245,7 +245,7 @@ def test_tiers_change_channels_and_nothing_else(problem: TransferProblem, draw: 
     problem = dataclasses.replace(problem, hardware=hardware, host=HostTier(budget_bytes=total_bytes))
     placed = place(problem, problem.movables, 0.8)
     staying = draw.draw(st.sets(st.sampled_from(sorted(placed))) if placed else st.just(set[int]()))
-    tiered = {idx: one._replace(tier="host" if idx in staying else "ssd") for idx, one in placed.items()}
+    tiered = {idx: dataclasses.replace(one, tier="host" if idx in staying else "ssd") for idx, one in placed.items()}
     result = simulate(problem, tiered, record=True)
     assert result.live_bytes == simulate(problem, placed).live_bytes
     ssd = [movable.size_bytes for movable in problem.movables if movable.idx not in staying]

@@ -138,7 +138,7 @@ def test_of_all_fillings_of_equal_sizes_none_writes_less(
     for held in itertools.product((False, True), repeat=len(waits)):
         if sum(held) <= capacity:
             filled: dict[int, Placement] = {
-                idx: placement._replace(tier="host" if held[idx] else "ssd")
+                idx: dataclasses.replace(placement, tier="host" if held[idx] else "ssd")
                 for idx, placement in plain.placements.items()
             }
             allowed_s = plain.simulation.exposed_s + ROUNDING * problem.step_s

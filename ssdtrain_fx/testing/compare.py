@@ -41,5 +41,6 @@ def _difference(found: object, expected: object, *, strides: bool) -> str:
 
 def _bytes_of(value: Tensor) -> Tensor:
     """The bytes of every element, as a tensor of shape [elements, bytes]."""
-    flat = value.detach().resolve_conj().resolve_neg().reshape(-1, 1).contiguous()
-    return flat.view(torch.uint8)
+    # A copy: contiguous() leaves a single element as it is, with any strides, and view() then refuses them.
+    flat = value.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return flat.reshape(-1, 1).view(torch.uint8)

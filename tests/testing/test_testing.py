@@ -68,6 +68,14 @@ def test_the_same_not_a_number_is_the_same() -> None:
     assert_same_bits(values, tuple(value.clone() if isinstance(value, Tensor) else value for value in values))
 
 
+def test_the_strides_of_a_single_element_do_not_matter() -> None:
+    column = torch.arange(12.0).view(2, 6)[:, :1]
+    assert column[0].stride() == (1,) and column.mT[0].stride() == (6,)
+    assert_same_bits(column.mT[0, :1], torch.tensor([0.0]))
+    with pytest.raises(AssertionError, match=r"the first is 0\.0 instead of 1\.0"):
+        assert_same_bits(column.mT[0, :1], torch.tensor([1.0]))
+
+
 def test_nothing_to_compare_is_no_success() -> None:
     with pytest.raises(AssertionError, match="expected contains no tensor to compare"):
         assert_same_bits([], [])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig, Statistics, _torch_private
-from ssdtrain_fx.passes.analysis.candidates import find_candidates
+from ssdtrain_fx.passes.analysis.candidates import TOKEN_BYTES, find_candidates
 from ssdtrain_fx.passes.analysis.chains import find_activations
 from ssdtrain_fx.passes.analysis.find_recomputations import find_recomputations
 from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
@@ -33,6 +34,13 @@ HARDWARE = toy_hardware(disk_bytes_per_s=1e9, kernel_s=1e-3)
 Inner = Literal["aot_eager", "inductor"]
 
 EXCEPTIONS: dict[str, str] = {}
+"""Operators that cannot be compared, with the cause; a name may be followed by a dtype."""
+READS_UNINITIALISED: dict[str, str] = dict.fromkeys(
+    ("linalg.lstsq", "linalg.lstsq.grad_oriented"),
+    "torch passes uninitialised pivots to LAPACK's gelsy, which takes them as input",
+)
+"""Operators whose results depend on uninitialised memory, with the cause. Here, torch fills such memory for them
+(``torch.utils.deterministic.fill_uninitialized_memory``)."""
 
 
 @torch.library.custom_op("ssdtrain_fx_benchmarks::produce", mutates_args=())
@@ -120,10 +128,14 @@ def has_gradient(op: Any, dtype: torch.dtype) -> bool:
 def choose_samples(op: Any, dtype: torch.dtype, count: int) -> list[Any]:
     """The largest one, and others from the first to the last of those that are larger than a token."""
     torch.manual_seed(0)
-    made: list[Any] = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=True), EXAMINED_SAMPLES))
+    samples = op.sample_inputs("cpu", dtype, requires_grad=True)
+    samples = (sample for sample in samples if any(t.requires_grad for t in _tensors_of(_arguments(sample))))
+    made: list[Any] = list(itertools.islice(samples, EXAMINED_SAMPLES))
+    if max(map(_input_bytes, made), default=0) <= TOKEN_BYTES:  # those that may move come later
+        made += samples
     largest = max(made, key=_input_bytes)
     others = [sample for sample in made if sample is not largest]
-    others = [sample for sample in others if _input_bytes(sample) > 8] or others
+    others = [sample for sample in others if _input_bytes(sample) > TOKEN_BYTES] or others
     step = max(1, len(others) // max(1, count - 1))
     return [largest, *others[::step][: count - 1]]
 
@@ -237,7 +249,9 @@ def settle() -> None:
         engine.wait_until_idle()
 
 
-def check_sample(op: Any, sample: Any, *, inner: Inner, ssd_dir: str, transpose: bool) -> tuple[list[str], Statistics]:
+def check_sample(
+    op: Any, sample: Any, *, inner: Inner, dynamic: bool, ssd_dir: str, transpose: bool
+) -> tuple[list[str], Statistics]:
     """What is wrong; nothing if all bits are equal. With ``transpose``, the inputs have the memory of their transposed
     matrices, if the operator takes them."""
     step, tensors = make_step(op, sample)
@@ -245,7 +259,7 @@ def check_sample(op: Any, sample: Any, *, inner: Inner, ssd_dir: str, transpose:
     def run(backend: Any) -> list[Any]:
         torch._dynamo.reset()
         batches = make_batches(tensors, transpose=transpose)
-        return train(torch.compile(step, backend=backend, dynamic=False), batches)
+        return train(torch.compile(step, backend=backend, dynamic=dynamic), batches)
 
     def run_with(*passes: JointPass) -> list[Any]:
         config = OffloadConfig(
@@ -258,7 +272,7 @@ def check_sample(op: Any, sample: Any, *, inner: Inner, ssd_dir: str, transpose:
         expected = run(inner)
     except Exception as error:
         if transpose:
-            return check_sample(op, sample, inner=inner, ssd_dir=ssd_dir, transpose=False)
+            return check_sample(op, sample, inner=inner, dynamic=dynamic, ssd_dir=ssd_dir, transpose=False)
         return [f"{ALONE} fails: {brief(error)}"], ssdtrain_fx.statistics().since(before)
     wrong: list[str] = []
     for name, passes in (("offloaded", ()), ("recomputed", (PASSES[inner],))):
@@ -281,11 +295,24 @@ def check_sample(op: Any, sample: Any, *, inner: Inner, ssd_dir: str, transpose:
 PASSES: dict[Inner, JointPass] = {"aot_eager": recompute_aot_eager, "inductor": recompute_inductor}
 
 
+@contextlib.contextmanager
+def filled_memory() -> Generator[None]:
+    """``torch.empty`` fills what it returns."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 def brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def check(name: str, dtype: str, *, inner: Inner = "aot_eager", samples: int = 3, ssd_dir: str) -> Row:
+def check(
+    name: str, dtype: str, *, inner: Inner = "aot_eager", samples: int = 3, dynamic: bool = False, ssd_dir: str
+) -> Row:
     """Compare an operator. One thread should compute: several add up in any order."""
     op = operators()[name]
     Found.recomputed = 0
@@ -293,12 +320,15 @@ def check(name: str, dtype: str, *, inner: Inner = "aot_eager", samples: int = 3
     total = Statistics()
     with (
         warnings.catch_warnings(),
+        filled_memory() if name in READS_UNINITIALISED else contextlib.nullcontext(),
         _torch_private.functorch_config_patch(donated_buffer=False),  # retain_graph=True needs it
     ):
         warnings.simplefilter("ignore")
         chosen = choose_samples(op, DTYPES[dtype], samples)
         for number, sample in enumerate(chosen):
-            found, moved = check_sample(op, sample, inner=inner, ssd_dir=ssd_dir, transpose=number == 2)
+            found, moved = check_sample(
+                op, sample, inner=inner, dynamic=dynamic, ssd_dir=ssd_dir, transpose=number == 2
+            )
             wrong += [one for one in found if one not in wrong]
             total += moved
     return Row(

@@ -135,6 +135,12 @@ def test_results_that_depend_on_uninitialised_memory(steps: ModuleType) -> None:
         assert differing > 0, name
 
 
+def test_every_exception_is_documented(steps: ModuleType) -> None:
+    page = (BENCHMARKS.parent / "docs" / "reference" / "operators.md").read_text()
+    for name, cause in {**steps.EXCEPTIONS, **steps.READS_UNINITIALISED}.items():
+        assert f"`{name}`" in page and cause in " ".join(page.split())
+
+
 @dataclasses.dataclass
 class Sample:
     input: Tensor

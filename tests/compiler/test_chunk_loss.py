@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from steps import Autocast, counted, machine
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -82,7 +83,7 @@ def train(
     """The losses and accumulated gradients of two batches."""
     torch._dynamo.reset()
     model.zero_grad(set_to_none=True)
-    with torch._inductor.config.patch(settings or {}):
+    with inductor_config.patch(settings or {}):
         compiled = torch.compile(model, backend=compiler)
         losses: list[Tensor] = []
         for seed in range(2):
@@ -128,7 +129,7 @@ def test_gradients_equal_those_of_chunked_inductor(kind: str) -> None:
 
 def after_zeros(tower: Tower, x: Tensor, labels: Tensor) -> Tensor:
     """The gradient of a weight reads the zeros, and backward can make them again."""
-    return cross_entropy(tower, x + torch.tanh(tower.layers[0].linear(torch.zeros_like(x))), labels)
+    return cross_entropy(tower, x + torch.tanh(tower.layers[0](torch.zeros_like(x))), labels)
 
 
 @needs_chunker
@@ -154,9 +155,9 @@ def test_code_of_other_options_is_never_used() -> None:
     """With warm caches, each option gives its own numbers, and Inductor's settings are as before."""
     torch.manual_seed(0)
     model = Tower()
-    settings = torch._inductor.config
+    settings: Any = inductor_config
     before = (settings.auto_chunker.enable, settings.auto_chunker.num_chunk, settings.joint_custom_pre_pass)
-    expected = {
+    expected: dict[Any, dict[str, Tensor]] = {
         "off": train(model, "inductor"),
         4: train(model, "inductor", settings=chunked_inductor(4)),
         8: train(model, "inductor", settings=chunked_inductor(8)),
@@ -211,7 +212,7 @@ def test_auto_takes_chunks_where_the_peak_falls_in_time() -> None:
 def test_auto_gives_the_numbers_of_as_many_chunks() -> None:
     torch.manual_seed(0)
     model = Tower()
-    options = {"hardware": machine(1.0), "max_slowdown": 100.0}
+    options: dict[str, Any] = {"hardware": machine(1.0), "max_slowdown": 100.0}
     found = train(model, backend(OffloadConfig(chunk_loss="auto", **options)))
     assert_same_bits(found, train(model, "inductor", settings=chunked_inductor(4)))
 
@@ -228,10 +229,11 @@ def test_auto_takes_chunks_where_only_they_meet_the_budget(caplog: pytest.LogCap
 @needs_chunker
 def test_explain_says_what_the_peak_is_for() -> None:
     """Without chunks, it is the logits; with a few, it is the loss of one chunk."""
-    for option, role, advice in (
+    cases: tuple[tuple[Any, str, str], ...] = (
         ("off", "logits", "logits and values of their size, "),
         (4, "chunk", "inside one chunk of the loss, "),
-    ):
+    )
+    for option, role, advice in cases:
         report = explain(Tower(), *batch(0), config=OffloadConfig(chunk_loss=option))
         peak = report.plan.peak_after
         assert peak.parts[0].role == role

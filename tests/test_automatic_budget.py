@@ -152,7 +152,7 @@ def test_the_key_of_compile_caches_has_the_number(leave: Callable[[int], None]) 
         return OffloadPartitioner(automatic(**options), [torch.ones(1)]).uuid()
 
     def state() -> bytes:
-        return pickle.dumps(OffloadPartitioner(automatic(), [torch.ones(1)], on_unfit=lambda: None))
+        return pickle.dumps(OffloadPartitioner(automatic(), [torch.ones(1)], on_warning=lambda: None))
 
     leave(1000 * MIB)
     large, state_of_large = uuid(), state()

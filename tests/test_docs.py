@@ -125,6 +125,7 @@ COMMANDS = {
     if (words := shlex.split(line, comments=True))
 }
 SLOW = {
+    "tutorial.md",
     "gradient_accumulation.md",
     "checkpointing.md",
     "regional_compilation.md",

@@ -195,7 +195,7 @@ def find_advice_elsewhere(calls: list[Call]) -> list[Call]:
     return elsewhere
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", [pytest.param("aot_eager", marks=pytest.mark.slow), "inductor"])
 def test_training_leaves_the_heap_alone(tmp_path: Path, ssd_dir: str, inner: str) -> None:
     calls = record_calls(tmp_path, CHILD, inner, ssd_dir)
     assert [call for call in calls if call.name == "mallopt"] == []

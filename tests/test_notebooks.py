@@ -30,7 +30,7 @@ def outputs_of(path: Path) -> list[Any]:
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[] if path.stem[0] in "12" else [pytest.mark.slow], id=path.stem) for path in NOTEBOOKS],
+    [pytest.param(path, marks=[] if path.stem[0] == "2" else [pytest.mark.slow], id=path.stem) for path in NOTEBOOKS],
 )
 def test_notebook_runs(path: Path) -> None:
     # In a separate process: the notebook client leaves event loops open, and warnings are errors here.

@@ -26,6 +26,8 @@ EVERYTHING: dict[str, Any] = {"policy": "all", "min_tensor_bytes": 0}
 
 needs_chunker = pytest.mark.skipif(not _torch_private.has_auto_chunker(), reason="torch has no auto-chunker")
 pytestmark = [pytest.mark.usefixtures("one_thread")]
+SLOW = pytest.mark.slow
+"""For losses and sizes beside the first one of a kind."""
 
 Loss = Callable[["Tower", Tensor, Tensor], Any]
 
@@ -107,7 +109,9 @@ def plan_of(model: nn.Module, **options: Any) -> Plan:
 
 
 @needs_chunker
-@pytest.mark.parametrize("kind", ["plain", "tied", "bias", "uneven", "bfloat16"])
+@pytest.mark.parametrize(
+    "kind", ["tied", *(pytest.param(kind, marks=SLOW) for kind in ("plain", "bias", "uneven", "bfloat16"))]
+)
 def test_gradients_equal_those_of_chunked_inductor(kind: str) -> None:
     """To the bit, over two backwards, with everything offloaded. Without chunks, they are equal within rounding."""
     torch.manual_seed(0)
@@ -168,6 +172,7 @@ def test_code_of_other_options_is_never_used() -> None:
     assert before == (settings.auto_chunker.enable, settings.auto_chunker.num_chunk, settings.joint_custom_pre_pass)
 
 
+@SLOW
 @needs_chunker
 def test_rows_that_cannot_make_so_many_chunks_make_fewer() -> None:
     """``torch.chunk`` cuts 513 rows for 200 chunks into 171 of 3 rows. By itself, the auto-chunker fails there."""
@@ -339,8 +344,15 @@ REFUSED: dict[Loss, str] = {
 }
 
 
+QUICK = {returns_logits, times_another_loss}
+
+
 @needs_chunker
-@pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss",
+    [loss if loss in QUICK else pytest.param(loss, marks=SLOW) for loss in REFUSED],
+    ids=[loss.__name__ for loss in REFUSED],
+)
 def test_what_cannot_be_chunked_is_left_as_it_is(loss: Loss, caplog: pytest.LogCaptureFixture) -> None:
     """One warning says why, in every process, and the gradients have the bits of Inductor without chunks."""
 
@@ -379,6 +391,7 @@ def test_dynamic_shapes_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
+@SLOW
 @needs_chunker
 def test_a_link_of_a_chain_has_no_loss_to_warn_about(caplog: pytest.LogCaptureFixture) -> None:
     """Only the last of the graphs has a loss, and that one is computed in chunks."""

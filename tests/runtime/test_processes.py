@@ -289,7 +289,7 @@ def test_a_child_does_not_hold_the_file_that_its_parent_closes(tmp_path: Path, i
     assert (returncode, output) == (0, "[]\n[] True\n"), errors
 
 
-@pytest.mark.parametrize("io", ["posix", "aio"])
+@pytest.mark.parametrize("io", [pytest.param("posix", marks=pytest.mark.slow), "aio"])
 def test_a_child_does_not_hold_the_file_of_an_engine_that_was_given_up(tmp_path: Path, io: str) -> None:
     script = f"""
         {HANGING[io].strip()}

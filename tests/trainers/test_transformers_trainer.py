@@ -65,7 +65,7 @@ def train(trainer: Any, **options: Any) -> Trained:
     return Trained(trainer.losses, parameters_of(trainer.model), logged(trainer))
 
 
-@pytest.mark.parametrize("how", ["argument", "model.compile"])
+@pytest.mark.parametrize("how", ["argument", pytest.param("model.compile", marks=pytest.mark.slow)])
 def test_accumulation_evaluation_checkpoint_and_resume(how: str, tmp_path: Path) -> None:
     """Four steps of two micro-batches with an evaluation after each; then again from the checkpoint after step 2."""
 

@@ -285,7 +285,9 @@ class LineCounter:
         return self._trace
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["slices", "slices of slices"])
+@pytest.mark.parametrize(
+    "nested", [pytest.param(False, id="slices", marks=pytest.mark.slow), pytest.param(True, id="slices of slices")]
+)
 def test_time_grows_linearly_with_the_views_of_a_storage(nested: bool) -> None:
     """Twice as many views take at most 2.2 times as many lines. Each view by every other one would be four times."""
 

@@ -135,7 +135,7 @@ def test_blocks_of_repeating_steps_never_overlap(
     assert ArenaState(*after).allocated_bytes == 0
 
 
-@pytest.mark.parametrize("graphs", ["whole", "same", "pairs"])
+@pytest.mark.parametrize("graphs", ["whole", pytest.param("same", marks=pytest.mark.slow), "pairs"])
 def test_a_step_that_repeats_is_laid_out_with_foresight(graphs: str) -> None:
     """Every layer leaves two blocks and has two for itself. Best fit leaves holes and ends 8 MiB above what is in use;
     the layout leaves none. The layers are one graph, a graph that runs for each, or two graphs that alternate.

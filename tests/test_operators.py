@@ -105,6 +105,7 @@ FILL_FREED_AND_NEW_MEMORY = -6
 """``M_PERTURB`` of the GNU C library: new memory gets the complement of a byte."""
 
 
+@pytest.mark.slow  # it tells about torch, and not every version reads what this fills
 @pytest.mark.usefixtures("one_thread")
 def test_results_that_depend_on_uninitialised_memory(steps: ModuleType) -> None:
     """If this fails for an operator, its row need not be compared with filled memory any more."""

@@ -57,6 +57,7 @@ __all__ = [
     "aot_autograd",
     "called_subgraph",
     "compile_apart",
+    "copy_graph",
     "empty_cpu",
     "empty_strided_cpu",
     "fake_on",
@@ -174,6 +175,18 @@ def graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph, class_
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph, class_name)
+
+
+def copy_graph(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A copy of the graph that can be rewritten, and a map from each node to its copy."""
+    graph = fx.Graph()
+    copy_of: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        copy_of[node] = graph.node_copy(node, copy_of.__getitem__)
+        copy_of[node].meta = dict(node.meta)
+    copied = graph_module(gm, graph, type(gm).__name__)
+    copied.meta = dict(gm.meta)
+    return copied, copy_of
 
 
 def functorch_config_patch(**changes: Any) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from ssdtrain_fx._torch_private import graph_module
+from ssdtrain_fx._torch_private import copy_graph
 
 __all__ = ["KeepRawGraph", "LossChunker", "LossHead", "chunking", "partition_from_raw"]
 
@@ -200,7 +200,7 @@ class KeepRawGraph(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         kept = _raw_graph.get()
         if kept is not None and not any(node.op == "get_attr" for node in graph.nodes):
-            kept[:] = [_copy_graph(cast(fx.GraphModule, graph.owning_module))]
+            kept[:] = [copy_graph(cast(fx.GraphModule, graph.owning_module))[0]]
 
     def uuid(self) -> str:
         return "ssdtrain_fx: changes nothing"
@@ -237,14 +237,3 @@ def partition_from_raw(
 
 def _placeholders(gm: fx.GraphModule) -> list[str]:
     return [node.name for node in gm.graph.find_nodes(op="placeholder")]
-
-
-def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    copy_of: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        copy_of[node] = graph.node_copy(node, copy_of.__getitem__)
-        copy_of[node].meta = dict(node.meta)
-    copied = graph_module(gm, graph, type(gm).__name__)
-    copied.meta = dict(gm.meta)
-    return copied

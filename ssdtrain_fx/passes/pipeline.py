@@ -26,7 +26,7 @@ from ssdtrain_fx.passes.analysis.analyse import Analysis, analyse
 from ssdtrain_fx.passes.analysis.chains import name_graph
 from ssdtrain_fx.passes.analysis.describe_schedule import ScheduleDescriber, Timeline
 from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
-from ssdtrain_fx.passes.analysis.module_wishes import Modules, unmatched_patterns
+from ssdtrain_fx.passes.analysis.module_wishes import Modules, modules_of, unmatched_patterns
 from ssdtrain_fx.passes.analysis.node_calls import CostSources, Times
 from ssdtrain_fx.passes.analysis.pose_problem import pose_problem
 from ssdtrain_fx.passes.decisions.apply_policy import apply_policy
@@ -281,12 +281,13 @@ def _analyse(
 
 
 def _warn_of_unmatched(joint: ScheduledJointGraph, modules: Modules) -> None:
-    for pattern, paths in unmatched_patterns(joint.graph, modules).items():
+    names = modules_of(joint.graph) if modules else []
+    for pattern in unmatched_patterns(names, modules):
         log.warning(
             "option modules: no module of this graph matches %r. Expected a name of model.named_modules(), such as: "
             "%s. If another graph has it, all is well.",
             pattern,
-            some_of([path for path in paths if path]),
+            some_of([name for name in names if name]),
         )
 
 

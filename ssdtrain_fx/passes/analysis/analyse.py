@@ -10,14 +10,13 @@ from torch import fx
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.candidates import Candidate, find_candidates
 from ssdtrain_fx.passes.analysis.chains import find_activations
-from ssdtrain_fx.passes.analysis.fuse_intervals import fuse_intervals
-from ssdtrain_fx.passes.analysis.fused_kernels import NodeFacts, find_fused_kernels
-from ssdtrain_fx.passes.analysis.liveness import LiveInterval, find_live_intervals
+from ssdtrain_fx.passes.analysis.estimates import estimate
+from ssdtrain_fx.passes.analysis.fused_kernels import NodeFacts
+from ssdtrain_fx.passes.analysis.liveness import LiveInterval
 from ssdtrain_fx.passes.analysis.module_wishes import Modules, Wish, find_wishes, keep_as_wished
-from ssdtrain_fx.passes.analysis.node_calls import CostSources, MeasuredNodes, Times, measure_nodes
-from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
+from ssdtrain_fx.passes.analysis.node_calls import CostSources, MeasuredNodes, Times
 from ssdtrain_fx.passes.analysis.subgraph_calls import SubgraphCall, find_subgraph_calls
-from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_alias_sets
+from ssdtrain_fx.passes.graph.alias_sets import AliasSets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 
 
@@ -67,30 +66,24 @@ def analyse(
         times: measures the nodes that are not fused. None: all seconds are estimated by roofline.
         modules: what the user wishes for the storages of single modules.
     """
-    alias_sets = find_alias_sets(joint.graph)
     activations = find_activations(joint)
-    intervals = find_live_intervals(joint.graph, alias_sets, activations)
-    facts = NodeFacts(joint, alias_sets)
-    if fused:
-        intervals = fuse_intervals(intervals, find_fused_kernels(joint, alias_sets, found=facts), alias_sets)
-    node_s = estimate_node_seconds(joint, alias_sets, hardware, fused=fused, facts=facts)
-    measured = MeasuredNodes() if times is None else measure_nodes(joint, alias_sets, times, fused=fused)
-    candidates = find_candidates(joint, alias_sets, min_tensor_bytes=min_tensor_bytes, activations=activations)
-    wishes = find_wishes(candidates, modules)
+    found = estimate(joint, hardware=hardware, fused=fused, times=times, activations=activations)
     calls = find_subgraph_calls(joint, hardware=hardware, fused=fused, times=times)
     node_s = tuple(
         calls[node].seconds if node in calls else seconds
-        for node, seconds in zip(joint.graph.nodes, measured.replace_in(joint, node_s), strict=True)
+        for node, seconds in zip(joint.graph.nodes, found.node_s, strict=True)
     )
+    candidates = find_candidates(joint, found.alias_sets, min_tensor_bytes=min_tensor_bytes, activations=activations)
+    wishes = find_wishes(candidates, modules)
     return Analysis(
         joint=joint,
-        alias_sets=alias_sets,
+        alias_sets=found.alias_sets,
         candidates=keep_as_wished(candidates, wishes),
-        intervals=intervals,
+        intervals=found.intervals,
         node_s=node_s,
-        facts=facts,
+        facts=found.facts,
         activations=activations,
-        measured=measured,
+        measured=found.measured,
         wishes=wishes,
         subgraph_calls=calls,
     )

@@ -28,8 +28,6 @@ Modules = Sequence[tuple[str, Wish]]
 
 def find_wishes(candidates: Iterable[Candidate], modules: Modules) -> dict[int, Wish]:
     """The wish for each storage that a pattern names, by index."""
-    if not modules:
-        return {}
     wishes: dict[int, Wish] = {}
     for candidate in candidates:
         names = _enclosing(module_path(candidate.storage.allocator))
@@ -39,12 +37,14 @@ def find_wishes(candidates: Iterable[Candidate], modules: Modules) -> dict[int, 
     return wishes
 
 
-def unmatched_patterns(graph: fx.Graph, modules: Modules) -> dict[str, Sequence[str]]:
-    """The patterns that match no module of ``graph``, each with the modules that there are."""
-    if not modules:
-        return {}
-    paths = sorted({name for node in graph.nodes for name in _enclosing(module_path(node))})
-    return {pattern: paths for pattern, _ in modules if not _matches(pattern, paths)}
+def modules_of(graph: fx.Graph) -> list[str]:
+    """The names of all modules that ``graph`` has nodes of, sorted. The compiled module itself has an empty name."""
+    return sorted({name for node in graph.nodes for name in _enclosing(module_path(node))})
+
+
+def unmatched_patterns(names: Sequence[str], modules: Modules) -> list[str]:
+    """The patterns that match none of ``names``."""
+    return [pattern for pattern, _ in modules if not _matches(pattern, names)]
 
 
 def keep_as_wished(candidates: Sequence[Candidate], wishes: Mapping[int, Wish]) -> tuple[Candidate, ...]:
@@ -58,7 +58,7 @@ def keep_as_wished(candidates: Sequence[Candidate], wishes: Mapping[int, Wish]) 
 
 
 def _enclosing(path: str) -> tuple[str, ...]:
-    """``layers.0.mlp`` and the modules that contain it: ``layers.0``, ``layers``, and the compiled one, ````."""
+    """``layers.0.mlp`` and the modules that contain it: ``layers.0``, ``layers``, and the compiled one with an empty name."""
     parts = path.split(".") if path else []
     return tuple(".".join(parts[:count]) for count in range(len(parts), -1, -1))
 

@@ -20,12 +20,8 @@ from torch import fx
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.hardware import Hardware
-from ssdtrain_fx.passes.analysis.fuse_intervals import fuse_intervals
-from ssdtrain_fx.passes.analysis.fused_kernels import NodeFacts, find_fused_kernels
-from ssdtrain_fx.passes.analysis.liveness import find_live_intervals
-from ssdtrain_fx.passes.analysis.node_calls import Times, Unmeasured, measure_nodes
-from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
-from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
+from ssdtrain_fx.passes.analysis.estimates import estimate
+from ssdtrain_fx.passes.analysis.node_calls import Times
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.planning.live_intervals import memory_profile
 from ssdtrain_fx.passes.planning.transfer_problem import add_up
@@ -38,8 +34,6 @@ class SubgraphCall:
     seconds: float
     workspace_bytes: int
     """The peak of the subgraph, without its arguments and results."""
-    unmeasured: tuple[Unmeasured, ...] = ()
-    """The nodes inside that should have been measured, but could not be."""
 
 
 def workspace_name(call: fx.Node) -> str:
@@ -67,16 +61,7 @@ def find_subgraph_calls(
 
 def _analyse(subgraph: fx.GraphModule, hardware: Hardware, fused: bool, times: Times | None) -> SubgraphCall:
     inside = ScheduledJointGraph(gm=subgraph, saved=(), backward_inputs=())
-    alias_sets = find_alias_sets(subgraph.graph)
-    facts = NodeFacts(inside, alias_sets)
-    intervals = find_live_intervals(subgraph.graph, alias_sets)
-    if fused:
-        intervals = fuse_intervals(intervals, find_fused_kernels(inside, alias_sets, found=facts), alias_sets)
-    node_s = estimate_node_seconds(inside, alias_sets, hardware, fused=fused, facts=facts)
-    unmeasured: tuple[Unmeasured, ...] = ()
-    if times is not None:
-        measured = measure_nodes(inside, alias_sets, times, fused=fused)
-        node_s, unmeasured = measured.replace_in(inside, node_s), measured.unmeasured
-    profile = memory_profile(intervals.values(), len(subgraph.graph.nodes))
+    found = estimate(inside, hardware=hardware, fused=fused, times=times)
+    profile = memory_profile(found.intervals.values(), len(found.node_s))
     returned_bytes = profile.live_bytes[-1]
-    return SubgraphCall(add_up(node_s), profile.peak_bytes - returned_bytes, unmeasured)
+    return SubgraphCall(add_up(found.node_s), profile.peak_bytes - returned_bytes)

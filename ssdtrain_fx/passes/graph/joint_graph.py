@@ -67,13 +67,7 @@ class ScheduledJointGraph:
 
     def copy(self) -> tuple[ScheduledJointGraph, Mapping[fx.Node, fx.Node]]:
         """A copy of the graph that can be rewritten, and a map from each node to its copy."""
-        env: dict[fx.Node, fx.Node] = {}
-        graph = fx.Graph()
-        for node in self.graph.nodes:
-            env[node] = graph.node_copy(node, env.__getitem__)
-            env[node].meta = dict(node.meta)
-        gm = _torch_private.graph_module(self.gm, graph, type(self.gm).__name__)
-        gm.meta = dict(self.gm.meta)
+        gm, env = _torch_private.copy_graph(self.gm)
         saved, backward_inputs = (tuple(env[node] for node in nodes) for nodes in (self.saved, self.backward_inputs))
         return dataclasses.replace(self, gm=gm, saved=saved, backward_inputs=backward_inputs), env
 

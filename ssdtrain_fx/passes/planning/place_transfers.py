@@ -147,11 +147,11 @@ class _Clock:
     @classmethod
     def of(cls, problem: TransferProblem, chosen: Iterable[Movable]) -> _Clock:
         extra_s = np.zeros(len(problem.node_s))
-        costs = problem.costs
+        times = problem.moving_times
         for movable in chosen:
-            cost = costs[movable.idx]
-            extra_s[movable.offload] += cost.out_s
-            extra_s[movable.wait] += cost.in_s
+            taken = times[movable.idx]
+            extra_s[movable.offload] += taken.out_s
+            extra_s[movable.wait] += taken.in_s
         reached_s = np.zeros(len(extra_s) + 1)
         np.cumsum(problem.node_seconds + extra_s, out=reached_s[1:])
         return cls(reached_s[:-1].tolist(), (reached_s[:-1] + extra_s).tolist())
@@ -164,7 +164,7 @@ def _place_releases(
     ssd_speedup: float,
     on_host: Collection[int] = frozenset(),
 ) -> dict[int, int]:
-    hardware, marker, costs = problem.hardware, problem.marker, problem.costs
+    hardware, marker, times = problem.hardware, problem.marker, problem.moving_times
     room_bytes = hardware.staging_bytes
     releases: dict[int, int] = {}
     copied_s = written_s = 0.0
@@ -179,7 +179,7 @@ def _place_releases(
             room_bytes -= problem.host.held_bytes(size_bytes)
         else:
             queued += size_bytes
-            written_s = max(written_s, clock.reached_s[offload]) + costs[movable.idx].write_s / ssd_speedup
+            written_s = max(written_s, clock.reached_s[offload]) + times[movable.idx].write_s / ssd_speedup
             writes.append((queued, written_s))
         left_s = clock.start_s[offload]
         if not hardware.copies_block_compute:
@@ -206,7 +206,7 @@ def _place_reloads(
     ssd_speedup: float,
     on_host: Collection[int] = frozenset(),
 ) -> dict[int, int]:
-    hardware, reached_s, marker, costs = problem.hardware, clock.reached_s, problem.marker, problem.costs
+    hardware, reached_s, marker, times = problem.hardware, clock.reached_s, problem.marker, problem.moving_times
     reloads: dict[int, int] = {}
     next_read_s = next_copy_s = float("inf")
     for movable in sorted(chosen, key=lambda movable: (-movable.wait, -movable.idx)):
@@ -215,7 +215,7 @@ def _place_reloads(
             copy_s = 0.0 if hardware.copies_block_compute else hardware.copy_in.transfer_s(movable.size_bytes)
             begin_s = next_copy_s = min(needed_s, next_copy_s) - copy_s / ssd_speedup
         else:
-            begin_s = next_read_s = min(needed_s, next_read_s) - costs[movable.idx].read_s / ssd_speedup
+            begin_s = next_read_s = min(needed_s, next_read_s) - times[movable.idx].read_s / ssd_speedup
         last = bisect.bisect_right(reached_s, begin_s, marker + 1, movable.wait + 1) - 1
         reloads[movable.idx] = max(last, marker + 1)
     return reloads
@@ -391,8 +391,8 @@ def _ranks(problem: TransferProblem, ssd_speedups: Iterable[float]) -> Iterable[
         return (movable.earliest_release - movable.wait, -movable.size_bytes, movable.idx)
 
     def bytes_per_s(movable: Movable) -> tuple[float, ...]:
-        cost = problem.costs[movable.idx]
-        return ((cost.out_s + cost.in_s) / max(1, movable.size_bytes), *latest_reuse(movable))
+        taken = problem.moving_times[movable.idx]
+        return ((taken.out_s + taken.in_s) / max(1, movable.size_bytes), *latest_reuse(movable))
 
     clock = _Clock.of(problem, ())
     for ssd_speedup in ssd_speedups:

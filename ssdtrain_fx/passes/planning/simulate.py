@@ -121,7 +121,7 @@ def simulate_within(
     if problem.recompute_s + sum(_blocked_s(problem, placements)) > allowed_s + ROUNDING * problem.step_s:
         return None
     give_up_s = allowed_s - problem.recompute_s + ROUNDING * problem.step_s
-    elapsed_s, costs = problem.elapsed_s, problem.costs
+    elapsed_s, times = problem.elapsed_s, problem.moving_times
     channels = _Channels(problem)
     left_s: dict[int, float] = {}
     back_s: dict[int, float] = {}
@@ -136,7 +136,7 @@ def simulate_within(
         idx, began_with_s = movable.idx, delay_s
         now = elapsed_s[at] + delay_s
         if step is Step.OFFLOAD:
-            delay_s += costs[idx].out_s
+            delay_s += times[idx].out_s
             leave = channels.stage if placements[idx].tier == "host" else channels.write
             left_s[idx] = leave(movable, now, elapsed_s[at] + delay_s)
         elif step in _RELEASES:
@@ -148,7 +148,7 @@ def simulate_within(
                 wait_stall_s[idx] = back_s[idx] - now
                 delay_s = back_s[idx] - elapsed_s[at]
         else:
-            delay_s += costs[idx].in_s
+            delay_s += times[idx].in_s
             bring = channels.unstage if placements[idx].tier == "host" else channels.read
             back_s[idx] = bring(movable, elapsed_s[at] + delay_s)
         if delay_s > give_up_s:
@@ -193,9 +193,9 @@ def _delayed(starts_s: NDArray[np.float64], delays: Sequence[tuple[int, float]])
 
 def _blocked_s(problem: TransferProblem, placements: Placements) -> Iterator[float]:
     """Compute-stream time of each offloaded storage without stalls."""
-    for idx, cost in problem.costs.items():
+    for idx, taken in problem.moving_times.items():
         if idx in placements:
-            yield cost.out_s + cost.in_s
+            yield taken.out_s + taken.in_s
 
 
 def live_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, ...]:
@@ -267,7 +267,7 @@ class _Channels:
 
     def __init__(self, problem: TransferProblem) -> None:
         self._hardware: Hardware = problem.hardware
-        self._costs = problem.costs
+        self._times = problem.moving_times
         self._host = problem.host
         self._queued_bytes = [0]
         """Bytes queued up to and including each write."""
@@ -301,7 +301,7 @@ class _Channels:
         The offload takes the compute stream from ``begin_s`` to ``end_s``. Copies that run beside compute start at
         ``end_s``.
         """
-        size_bytes, write_s = movable.size_bytes, self._costs[movable.idx].write_s
+        size_bytes, write_s = movable.size_bytes, self._times[movable.idx].write_s
         self._write_until(begin_s)
         self.write_busy_s += write_s
         self._turn_of[movable.idx] = len(self._queued_bytes)
@@ -357,7 +357,7 @@ class _Channels:
             copy_s = 0.0 if hardware.copies_block_compute else hardware.copy_in.transfer_s(size_bytes)
             self.reads.append((movable.idx, "staging", begin_s, begin_s + copy_s))
             return begin_s + copy_s
-        need_s = self._costs[movable.idx].read_s
+        need_s = self._times[movable.idx].read_s
         self.read_busy_s += need_s
         share = hardware.share_when_both
         both_s = min(self._queued_s[-1] - self._written_s, need_s) / share

@@ -83,7 +83,7 @@ class Movable:
     choice."""
 
 
-class Costs(NamedTuple):
+class MovingTimes(NamedTuple):
     """What moving one storage takes, in seconds."""
 
     out_s: float
@@ -147,10 +147,10 @@ class TransferProblem:
         return np.array(self.elapsed_s[:-1], dtype=np.float64)
 
     @functools.cached_property
-    def costs(self) -> Mapping[int, Costs]:
+    def moving_times(self) -> Mapping[int, MovingTimes]:
         """By :attr:`Movable.idx`, in the order of the movables."""
         return {
-            movable.idx: Costs(
+            movable.idx: MovingTimes(
                 self.blocks_out_s(movable.size_bytes),
                 self.blocks_in_s(movable.size_bytes),
                 self.hardware.write.transfer_s(movable.size_bytes),

@@ -1,0 +1,51 @@
+"""What a graph takes if nothing moves: when each storage is in memory, and the seconds of every node."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import fx
+
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes.analysis.fuse_intervals import fuse_intervals
+from ssdtrain_fx.passes.analysis.fused_kernels import NodeFacts, find_fused_kernels
+from ssdtrain_fx.passes.analysis.liveness import LiveInterval, find_live_intervals
+from ssdtrain_fx.passes.analysis.node_calls import MeasuredNodes, Times, measure_nodes
+from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
+from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_alias_sets
+from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimates:
+    """The storages and the times of one graph."""
+
+    alias_sets: AliasSets
+    intervals: Mapping[int, LiveInterval]
+    """The live interval of each storage, by index."""
+    node_s: tuple[float, ...]
+    """Seconds of every node."""
+    facts: NodeFacts
+    """The facts from which ``node_s`` were estimated."""
+    measured: MeasuredNodes
+    """The nodes whose ``node_s`` were measured. All others are estimated by roofline."""
+
+
+def estimate(
+    joint: ScheduledJointGraph,
+    *,
+    hardware: Hardware,
+    fused: bool,
+    times: Times | None,
+    activations: frozenset[fx.Node] = frozenset(),
+) -> Estimates:
+    """Find live intervals and times. Arguments as for ``analyse``."""
+    alias_sets = find_alias_sets(joint.graph)
+    intervals = find_live_intervals(joint.graph, alias_sets, activations)
+    facts = NodeFacts(joint, alias_sets)
+    if fused:
+        intervals = fuse_intervals(intervals, find_fused_kernels(joint, alias_sets, found=facts), alias_sets)
+    node_s = estimate_node_seconds(joint, alias_sets, hardware, fused=fused, facts=facts)
+    measured = MeasuredNodes() if times is None else measure_nodes(joint, alias_sets, times, fused=fused)
+    return Estimates(alias_sets, intervals, measured.replace_in(joint, node_s), facts, measured)

@@ -66,7 +66,7 @@ def train(run: Run, kind: str, limit_bytes: int, *, steps: int, unlimited: bool)
                 if free is not None:
                     beside.append(free.step())
         except WorkerError as reason:
-            error = str(reason).splitlines()[0]
+            error = str(reason).partition(". It wrote:")[0]
         finally:
             limited.close()
             if free is not None:
@@ -167,7 +167,7 @@ def main() -> int:
         profile = Path(directory) / "hardware.json"
         profile.write_text(OffloadConfig().load_hardware("cpu").to_json())
         outcomes = measure(chosen, kind, sizes, {"hardware": str(profile), **options})
-    console.print(render(outcomes, kind))
+    Console(width=max(console.width, 140)).print(render(outcomes, kind))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
     return 0

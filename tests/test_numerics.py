@@ -21,7 +21,7 @@ from ssdtrain_fx.passes.planning.plan import Plan
 from ssdtrain_fx.passes.planning.step_budget import FRAGMENTATION
 from ssdtrain_fx.testing import assert_same_bits, train
 
-MODELS = ["gpt2", "bert", "t5", "llama", "encoder", "conv"]
+MODELS = ["gpt2", "bert", "t5", "llama", "mixtral", "encoder", "conv"]
 
 Inner = Literal["inductor", "aot_eager"]
 

@@ -33,6 +33,7 @@ LAYER_CLASSES = frozenset(
     {
         "GPT2Block",
         "LlamaDecoderLayer",
+        "MixtralDecoderLayer",
         "BertLayer",
         "T5Block",
         "ViTLayer",
@@ -246,6 +247,26 @@ def _llama(size: Size) -> tuple[nn.Module, MakeBatch]:
     return CausalLanguageModel(_hugging_face(LlamaForCausalLM, config)), _tokens(size)
 
 
+def _mixtral(size: Size) -> tuple[nn.Module, MakeBatch]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=size.vocab,
+        max_position_embeddings=size.sequence,
+        hidden_size=size.hidden,
+        intermediate_size=2 * size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attention_dropout=size.dropout,
+        **_COMMON,
+    )
+    config._experts_implementation = "grouped_mm"  # the loop over the experts that are hit breaks the graph
+    return CausalLanguageModel(_hugging_face(MixtralForCausalLM, config)), _tokens(size)
+
+
 def _bert(size: Size) -> tuple[nn.Module, MakeBatch]:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -375,8 +396,9 @@ MODELS: Mapping[str, Callable[[Size], tuple[nn.Module, MakeBatch]]] = {
     "bert": _bert,
     "t5": _t5,
     "llama": _llama,
+    "mixtral": _mixtral,
     "vit": _vit,
     "encoder": _encoder,
     "conv": _conv,
 }
-"""Models by name: the first five come from transformers (extra ``hf``), the others from torch alone."""
+"""Models by name: the first six come from transformers (extra ``hf``), the others from torch alone."""

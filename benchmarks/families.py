@@ -1,0 +1,154 @@
+"""Compare plain Inductor and ssdtrain for one model of each family: memory of the process, time, bits.
+
+    python benchmarks/families.py                                        # half an hour
+    python benchmarks/families.py --model vit --model mixtral --steps 8  # these only, with wider intervals
+
+Each family runs in two processes that take turns, step by step, as in ``ssdtrain-fx bench``. Both have the environment
+of the caller. Afterwards the model is explained: *plan* is the activation peak that the plan predicts, and *floor* is
+the lowest peak if everything moved at any cost in time. *Parts* says what the planned peak consists of. The growth of
+a process is the plan plus what the engine keeps; no setting brings it below the floor, except ``chunk_loss``.
+
+The printed table is Markdown. Exit code: 0 every loss and gradient is equal to the bit, 1 one differs, 3 a run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import ssdtrain_fx
+from ssdtrain_fx import OffloadConfig
+from ssdtrain_fx.cli.common import parse_options
+from ssdtrain_fx.passes.planning.plan import Plan
+from ssdtrain_fx.runtime.storage.directory import check_directories
+from ssdtrain_fx.studies import bench, zoo
+from ssdtrain_fx.studies.comparison import CONFIDENCE, time_ratio
+from ssdtrain_fx.studies.measure import Measurement, Run, WorkerError, take_turns
+from ssdtrain_fx.units import format_bytes
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {},
+    "bert": {},
+    "t5": {"sequence": 256},  # 6 + 6 layers; both halves have a sequence of this length
+    "llama": {},
+    "mixtral": {},
+    "vit": {},
+}
+"""What differs from the sizes of the command."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One family."""
+
+    inductor: Measurement
+    ssdtrain: Measurement
+    plan: Plan
+
+    @property
+    def is_equal(self) -> bool:
+        return self.ssdtrain.equals(self.inductor)
+
+    @property
+    def cells(self) -> list[str]:
+        run, base, ours, plan = self.ssdtrain.run, self.inductor, self.ssdtrain, self.plan
+        ratio = time_ratio(ours.steps, base.steps)
+        last = ours.steps[-1].statistics
+        parts = ", ".join(f"{part.role} {format_bytes(part.size_bytes)}" for part in plan.peak_after.parts)
+        return [
+            f"{run.model}, {run.batch} x {run.sequence}",
+            f"{format_bytes(base.process_peak_bytes)}, {format_bytes(base.growth_bytes)}",
+            f"{format_bytes(ours.process_peak_bytes)}, {format_bytes(ours.growth_bytes)}",
+            f"{ours.process_peak_bytes / base.process_peak_bytes:.3f}",
+            f"{ours.growth_bytes / base.growth_bytes:.3f}",
+            f"{ratio.median:.3f} ({bench.format_interval(ratio.interval)})",
+            format_bytes(plan.peak_after_bytes),
+            format_bytes(plan.floor_bytes),
+            parts,
+            format_bytes(last.bytes_written),
+            f"{base.page_faults:,.0f}, {ours.page_faults:,.0f}",
+            "equal" if self.is_equal else "different",
+        ]
+
+
+def measure(run: Run, *, steps: int, console: Console) -> Row:
+    """Run one family, then explain it."""
+    inductor, ssdtrain = take_turns([dataclasses.replace(run, variant="inductor"), run], steps=steps)
+    console.print(f"{run.model}: measured", style="dim")
+    torch.manual_seed(run.seed)
+    sizes = {name: getattr(run, name) for name in ("layers", "hidden", "batch", "sequence", "vocab")}
+    module, make_batch = zoo.build(run.model, **sizes)
+    batch = make_batch(torch.Generator().manual_seed(run.seed))
+    report = ssdtrain_fx.explain(module, *batch, config=OffloadConfig.from_options(run.options))
+    return Row(inductor=inductor, ssdtrain=ssdtrain, plan=report.plan)
+
+
+def render(rows: list[Row]) -> Table:
+    table = Table(box=box.MARKDOWN)
+    for name in (
+        "model",
+        "Inductor: process, growth",
+        "ssdtrain: process, growth",
+        "process",
+        "growth",
+        f"time ({CONFIDENCE:.0%} interval)",
+        "plan",
+        "floor",
+        "parts of the plan",
+        "written, read",
+        "page faults",
+        "bits",
+    ):
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        table.add_row(*row.cells)
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=list(zoo.MODELS), help="may be repeated; default: all six")
+    for name, default in (("layers", 12), ("hidden", 384), ("batch", 8), ("sequence", 512), ("vocab", 2048)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for ssdtrain; may be repeated")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    chosen = parser.parse_args()
+    sizes = {name: getattr(chosen, name) for name in ("layers", "hidden", "batch", "sequence", "vocab")}
+    options = {"max_slowdown": 0.05, **parse_options(chosen.option)}
+    progress = Console(stderr=True)
+    rows: list[Row] = []
+    for model in chosen.model or FAMILIES:
+        run = Run(model=model, options=options, **{**sizes, **FAMILIES.get(model, {})})
+        try:
+            rows.append(measure(run, steps=chosen.steps, console=progress))
+        except WorkerError as error:
+            progress.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            return 3
+    Console(width=400).print(render(rows))
+    if chosen.json is not None:
+        directories = check_directories(options.get("ssd_dir"))
+        results = [
+            {
+                **bench.to_json([row.inductor, row.ssdtrain], directories),
+                "planned_peak_bytes": row.plan.peak_after_bytes,
+                "floor_bytes": row.plan.floor_bytes,
+            }
+            for row in rows
+        ]
+        chosen.json.write_text(json.dumps(results, indent=1))
+    return 0 if all(row.is_equal for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -58,7 +58,7 @@ def keep_as_wished(candidates: Sequence[Candidate], wishes: Mapping[int, Wish]) 
 
 
 def _enclosing(path: str) -> tuple[str, ...]:
-    """``layers.0.mlp``, the modules that contain it, ``layers.0`` and ``layers``, and the compiled one, named ``""``."""
+    """``layers.0.mlp``, its parents ``layers.0`` and ``layers``, and the compiled module, whose name is ``""``."""
     parts = path.split(".") if path else []
     return tuple(".".join(parts[:count]) for count in range(len(parts), -1, -1))
 

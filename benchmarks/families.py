@@ -115,7 +115,7 @@ def render(rows: list[Row]) -> Table:
     return table
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=list(zoo.MODELS), help="may be repeated; default: all six")
     for name, default in (("layers", 12), ("hidden", 384), ("batch", 8), ("sequence", 512), ("vocab", 2048)):
@@ -123,9 +123,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for ssdtrain; may be repeated")
     parser.add_argument("--json", type=Path, help="write all results to this file")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     sizes = {name: getattr(chosen, name) for name in ("layers", "hidden", "batch", "sequence", "vocab")}
-    options = {"max_slowdown": 0.05, **parse_options(chosen.option)}
+    options: dict[str, Any] = {"max_slowdown": 0.05, **parse_options(chosen.option)}
     progress = Console(stderr=True)
     rows: list[Row] = []
     for model in chosen.model or FAMILIES:
@@ -151,4 +151,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

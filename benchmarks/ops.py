@@ -45,6 +45,7 @@ from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.lanes.aio import KernelAio
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.studies import zoo
 
@@ -83,7 +84,7 @@ class TimedAio(KernelAio):
 
 
 def open_timed_engine(config: EngineConfig, handles: Iterator[int]) -> Engine:
-    return Engine(config, handles=handles, open_aio=None if config.io == "posix" else TimedAio)
+    return Engine(config, Parts(open_aio=None if config.io == "posix" else TimedAio), handles=handles)
 
 
 def measure(config: EngineConfig, size_bytes: int, count: int) -> list[Sample]:

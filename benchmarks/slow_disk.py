@@ -56,6 +56,7 @@ from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.lanes.aio import WRITE, KernelAio
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.runtime.storage.spill_file import SpillFile
 from ssdtrain_fx.studies import zoo
@@ -290,15 +291,13 @@ def slow_engines(variants: Sequence[Variant], hardware: Hardware, slower: float)
         if not variant.admission:
             config = dataclasses.replace(config, max_stall_share=None)
         if not variant.slow:
-            return Engine(config, handles=handles, clock=variant.clock)
+            return Engine(config, Parts(clock=variant.clock), handles=handles)
         disk = SlowDisk(hardware, slower)
         open_aio = None if config.io == "posix" else lambda: SlowAio(disk)
         return Engine(
             config,
+            Parts(open_file=lambda directories: SlowFile(directories[0], disk), open_aio=open_aio, clock=variant.clock),
             handles=handles,
-            open_file=lambda directories: SlowFile(directories[0], disk),
-            open_aio=open_aio,
-            clock=variant.clock,
         )
 
     return Engines(open_engine)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ssdtrain_fx import OffloadConfig, backend
 from ssdtrain_fx.hardware import Channel
-from ssdtrain_fx.runtime import engine as engine_module
 from ssdtrain_fx.runtime.book.admission import Admission
 from ssdtrain_fx.runtime.memory.layout import copy_with_layout
+from ssdtrain_fx.runtime.policy import residents
 from ssdtrain_fx.testing import assert_same_bits, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,7 +79,7 @@ def test_hazard_1_what_stays_is_given_to_no_other_kernel(model: str, monkeypatch
     """The disk is too slow for any offload: the engine keeps every tensor in its memory while kernels go on writing."""
     monkeypatch.setattr(Admission, "admits", lambda self, stall_s: False)
     copied: list[Tensor] = []
-    monkeypatch.setattr(engine_module, "copy_with_layout", lambda x: copied.append(x) or copy_with_layout(x))
+    monkeypatch.setattr(residents, "copy_with_layout", lambda x: copied.append(x) or copy_with_layout(x))
     torch.manual_seed(0)
     module, batches = (Blocks(), [(torch.randn(16, 64),)] * 2) if model == "blocks" else small_model(model)
     expected = train(module, batches, backend="inductor")

@@ -65,7 +65,7 @@ def test_nothing_grows(tmp_path: Path, io: Any) -> None:
         if event == "damage":
             (engine,) = ops._engines._by_config.values()
             engine.wait_until_idle()
-            os.ftruncate(engine._file.locate(0)[0], 0)
+            os.ftruncate(engine._ledger.file.locate(0)[0], 0)
         handle = weights[0].register_hook(fail) if event == "hook" else None
         try:
             if event != "dropped":

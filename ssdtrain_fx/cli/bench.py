@@ -20,8 +20,9 @@ from ssdtrain_fx.cli.common import (
 )
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.runtime.storage.directory import check_directories
-from ssdtrain_fx.studies.bench import BASE, find_base, render_table, to_json
+from ssdtrain_fx.studies.bench import BASE, describe, find_base, render_table, to_json
 from ssdtrain_fx.studies.measure import Run, Variant, WorkerError, choose_device, plan_turns, take_turns
+from ssdtrain_fx.studies.memory_picture import draw_memory
 from ssdtrain_fx.studies.zoo import MODELS
 
 VARIANTS = tuple(name for name in get_args(Variant) if name != "budget")
@@ -61,6 +62,7 @@ def bench(
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Option of the backend; may be repeated.")
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all results here; - prints them.")] = None,
+    png_path: Annotated[Path | None, typer.Option("--png", help="Picture of memory over one step.")] = None,
 ) -> None:
     """Compare step time, memory and gradients pairwise: plain Inductor, ssdtrain, per-layer checkpointing.
 
@@ -72,6 +74,8 @@ def bench(
     """
     target = JsonTarget(json_path)
     console = target.console
+    if png_path is not None and not png_path.parent.is_dir():
+        raise typer.BadParameter(f"The directory of {png_path} does not exist.", param_hint="--png")
     chosen = dict.fromkeys((BASE, *(variants or ("ssdtrain", "checkpoint"))))
     for hint, names, valid in (("--model", (model,), tuple(MODELS)), ("--variant", chosen, VARIANTS)):
         for name in names:
@@ -112,6 +116,9 @@ def bench(
         raise typer.Exit(EXIT_FAILED) from error
 
     console.print(render_table(results))
+    if png_path is not None:
+        draw_memory(results, png_path, title=describe(results[0].run))
+        console.print(f"Memory over one step: {png_path.resolve()}", highlight=False, soft_wrap=True)
     target.write(json.dumps(to_json(results, directories), indent=2))
     if any(one.run.variant == "ssdtrain" and not one.equals(find_base(one, results)) for one in results):
         console.print("[bold red]ssdtrain does not agree with plain Inductor to the bit.[/]")

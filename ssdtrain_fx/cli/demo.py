@@ -71,7 +71,7 @@ def demo(
         raise typer.Exit(EXIT_FAILED) from error
 
     console.print(demonstration.render_table(comparison))
-    demonstration.draw_memory(comparison, png_path)
+    demonstration.draw(comparison, png_path)
     console.print(f"Memory over one step: {png_path.resolve()}", highlight=False, soft_wrap=True)
     target.write(json.dumps(demonstration.to_json(comparison), indent=2))
     if not comparison.equal:

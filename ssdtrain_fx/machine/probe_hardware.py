@@ -27,6 +27,7 @@ from ssdtrain_fx.machine.probe_kernels import (
 from ssdtrain_fx.machine.probe_transfers import Traffic, channel_of, compute_thread_channels, share_when_both_of
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.memory.staging import CUDA_BUDGET_BYTES
 from ssdtrain_fx.runtime.memory.step_memory import step_memory
 from ssdtrain_fx.runtime.storage.directory import check_directories
@@ -93,7 +94,7 @@ def measure_hardware(
         # The tensors of a step come from its arena. Pinning their huge pages costs less than pinning pages of the heap.
         # What is kept in memory would be measured as well. `_require_room` has found twice the room that is needed.
         config = EngineConfig(ssd_dir=directories, disk_reserve_bytes=0)
-        with Engine(config, cuda=cuda) as engine, step_memory.inside():
+        with Engine(config, Parts(cuda=cuda)) as engine, step_memory.inside():
             traffic = Traffic(engine, target)
             begin("blocks of the file")
             traffic.write_s(effort.large_bytes, 2 * effort.large_count)

@@ -26,13 +26,15 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.runtime.engine import Engine, Recipe
+from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.handles.tokens import Owner, handle_of
+from ssdtrain_fx.runtime.lanes.call_sites import CallSite
 from ssdtrain_fx.runtime.shield import in_background, shielded
 from ssdtrain_fx.runtime.sites import Site
 from ssdtrain_fx.runtime.statistics import Statistics
@@ -40,12 +42,21 @@ from ssdtrain_fx.runtime.trace import Trace
 
 log = logging.getLogger(__name__)
 
-_OP_MODULES = tuple(f"ssdtrain_fx.runtime.{name}" for name in ("ops", "engine", "handles", "lanes", "policy", "shield"))
+_OP_MODULES = tuple(
+    f"ssdtrain_fx.runtime.{name}" for name in ("ops", "engine", "closing", "handles", "lanes", "policy", "shield")
+)
 """One of these has a frame on the stack whenever an op is executing."""
 
 
 def _open_engine(config: EngineConfig, handles: Iterator[int]) -> Engine:
     return Engine(config, handles=handles)
+
+
+class Offloading(NamedTuple):
+    """A call site, and the engine that serves it."""
+
+    engine: Engine
+    call_site: CallSite
 
 
 class Engines:
@@ -55,7 +66,7 @@ class Engines:
         self._open_engine = open_engine
         self._lock = threading.RLock()
         self._by_argument: dict[str, Engine] = {}
-        self.recipes: dict[str, Recipe] = {}
+        self.offloadings: dict[str, Offloading] = {}
         """By site: what :meth:`at` has returned. Read it first; another call costs more with cold caches."""
         self._by_config: dict[EngineConfig, Engine] = {}
         self._retired: list[Engine] = []
@@ -83,7 +94,7 @@ class Engines:
                 self._retired.append(engine)
                 del self._by_config[config]
                 self._by_argument = {}
-                self.recipes = {}
+                self.offloadings = {}
                 self._failed_at, self._failure = next(self._handles), engine.failure
                 in_background(functools.partial(self._close_retired, math.inf))
                 engine = None
@@ -93,17 +104,17 @@ class Engines:
             self._by_argument[argument] = engine
         return engine
 
-    def at(self, argument: str) -> Recipe:
-        """The recipe for ``Site.from_argument(argument)``, with its engine."""
+    def at(self, argument: str) -> Offloading:
+        """The engine for ``Site.from_argument(argument)``, and what the call site has learned with it."""
         site = Site.from_argument(argument)
         engine = self.open(site.engine)
         with self._lock:
-            recipe = self.recipes.get(argument)
-            if recipe is None or recipe.engine is not engine:
-                recipe = Recipe(engine, site)
+            found = self.offloadings.get(argument)
+            if found is None or found.engine is not engine:
+                found = Offloading(engine, CallSite(site))
                 if self._by_argument.get(site.engine) is engine:  # it has not been closed meanwhile
-                    self.recipes[argument] = recipe
-        return recipe
+                    self.offloadings[argument] = found
+        return found
 
     def owner_of(self, token: Tensor) -> Owner:
         """The owner that ``token`` holds a share of."""
@@ -177,7 +188,7 @@ class Engines:
         with self._lock:
             self._retired += self._by_config.values()
             self._by_argument = {}
-            self.recipes = {}
+            self.offloadings = {}
             self._by_config = {}
             self._closed_at = next(self._handles)
         self._close_retired(timeout_s)
@@ -204,7 +215,7 @@ class Engines:
             engine.forget_after_fork()  # a reloading that has not been waited for leads to it
             self._inherited.append(engine)  # never destroyed, so none of their code runs here
         self._by_argument = {}
-        self.recipes = {}
+        self.offloadings = {}
         self._by_config = {}
         self._retired = []
         self._trace = None

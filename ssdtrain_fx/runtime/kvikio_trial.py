@@ -23,6 +23,7 @@ from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio, Trial, TrialError
 from ssdtrain_fx.runtime.lanes.kvikio_io import DeviceFile
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
 from ssdtrain_fx.runtime.storage.striped_file import open_spill_file
 
@@ -98,7 +99,7 @@ def run_trial(device: torch.device, directories: tuple[str, ...]) -> Trial:
         return Kvikio(kvikio, gds)
 
     with (
-        Engine(config, choose_kvikio=use_kvikio) as direct,
+        Engine(config, Parts(choose_kvikio=use_kvikio)) as direct,
         Engine(dataclasses.replace(config, io="posix")) as staged,
     ):
         return compare(direct, staged, tensors, gds=gds)

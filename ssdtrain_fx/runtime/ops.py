@@ -35,10 +35,10 @@ atexit.register(_engines.close, timeout_s=EXIT_TIMEOUT_S)
 
 def offload(x: Tensor, stride: Sequence[int], site: str) -> Owner:
     """The op, called without the dispatcher. It returns the owner instead of a token."""
-    recipe = _engines.recipes.get(site)
-    if recipe is None or recipe.engine.has_failed:  # then it opens another engine
-        recipe = _engines.at(site)
-    return recipe.engine.offload(x, recipe)
+    found = _engines.offloadings.get(site)
+    if found is None or found.engine.has_failed:  # then it opens another engine
+        found = _engines.at(site)
+    return found.engine.offload(x, found.call_site)
 
 
 def _offload(x: Tensor, stride: Sequence[int], site: str) -> Tensor:

@@ -53,8 +53,7 @@ def render_table(results: Sequence[Measurement]) -> Table:
     """One column per variant."""
     base = results[0]
     run = base.run
-    size = f"{run.layers} layers, hidden {run.hidden}, batch {run.batch} x {run.sequence}, dropout {run.dropout}"
-    table = Table(title=f"{run.model}, {size}, {run.dtype}, {run.device}")
+    table = Table(title=describe(run))
     table.add_column("")
     for result in results:
         table.add_column(result.run.title, justify="right")
@@ -90,6 +89,12 @@ def render_table(results: Sequence[Measurement]) -> Table:
     doubts = ((result.run.title, _doubt(result, base)) for result in results)
     table.caption = "\n".join([*notes(results), *(f"{title}: {doubt}" for title, doubt in doubts if doubt)])
     return table
+
+
+def describe(run: Run) -> str:
+    """Model, sizes and device, as a title."""
+    size = f"{run.layers} layers, hidden {run.hidden}, batch {run.batch} x {run.sequence}, dropout {run.dropout}"
+    return f"{run.model}, {size}, {run.dtype}, {run.device}"
 
 
 def find_base(result: Measurement, results: Sequence[Measurement]) -> Measurement:

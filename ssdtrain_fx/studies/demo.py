@@ -36,6 +36,7 @@ from ssdtrain_fx.studies.measure import (
     plan_turns,
     take_turns,
 )
+from ssdtrain_fx.studies.memory_picture import draw_memory
 from ssdtrain_fx.units import format_bytes
 
 
@@ -162,32 +163,9 @@ def render_table(comparison: Comparison) -> Table:
     return table
 
 
-def draw_memory(comparison: Comparison, path: Path) -> None:
+def draw(comparison: Comparison, path: Path) -> None:
     """Draw memory over one step, both runs in one picture, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes: Any = figure.add_subplot()
-    for trained, color in ((comparison.plain, "#555555"), (comparison.offloaded, "#d95f02")):
-        label = f"{trained.run.variant}: peak {format_bytes(trained.process_peak_bytes)}"
-        times_ms = [ms for ms, _ in trained.sampled.samples]
-        used_mib = [size / (1 << 20) for _, size in trained.sampled.samples]
-        axes.plot(times_ms, used_mib, color=color, linewidth=1.8, label=label)
-        axes.fill_between(times_ms, used_mib, color=color, alpha=0.12, linewidth=0)
-        rest_bytes = trained.rest.process_bytes
-        label = f"{trained.run.variant}: rest {format_bytes(rest_bytes)}"
-        axes.axhline(rest_bytes / (1 << 20), color=color, linewidth=1, linestyle="--", label=label)
-    what = "resident memory of the process" if comparison.run.device == "cpu" else "allocated GPU memory"
-    axes.set_title(f"Memory over one training step\n{_title(comparison.run)}")
-    axes.set_xlabel("time since the step began [ms]; unused memory was given back before, which makes it longer")
-    axes.set_ylabel(f"{what} [MiB]")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path)
+    draw_memory([comparison.plain, comparison.offloaded], path, title=_title(comparison.run))
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.aio import WRITE
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.storage.spill_file import bytes_done
 
 CHUNK_BYTES = 4096
@@ -187,15 +188,17 @@ class FaultyDisk(GrowingBytes):
 
     def open_engine(self, lane: LaneKind, config: EngineConfig, handles: Iterator[int] | None = None) -> Engine:
         file = FaultyFile(self, direct=lane in ("aio", "source"))
-        common: dict[str, Any] = {"chunk_bytes": self.chunk_bytes, "clock": self.clock, "handles": handles}
+        common: dict[str, Any] = {"chunk_bytes": self.chunk_bytes, "clock": self.clock}
         if lane == "cuda":
-            engine = StandInEngine(config, file, self.cuda, **common)
+            engine = StandInEngine(config, file, self.cuda, handles=handles, **common)
         elif lane == "kvikio":
-            engine = KvikioStandInEngine(config, self.kvikio, self.cuda, open_file=lambda _: file, **common)
+            engine = KvikioStandInEngine(
+                config, self.kvikio, self.cuda, open_file=lambda _: file, handles=handles, **common
+            )
         else:
             open_aio = no_aio if lane == "threads" else lambda: FaultyAio(self)
             common["from_source_bytes"] = 1 if lane == "source" else sys.maxsize
-            engine = Engine(config, open_file=lambda _: file, open_aio=open_aio, **common)
+            engine = Engine(config, Parts(open_file=lambda _: file, open_aio=open_aio, **common), handles=handles)
         self.files.append(file)
         return engine
 

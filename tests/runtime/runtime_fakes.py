@@ -20,6 +20,7 @@ from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.aio import WRITE, Aio, AioUnavailableError
 from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio
 from ssdtrain_fx.runtime.lanes.lane import Lane
+from ssdtrain_fx.runtime.lanes.open_lanes import Lanes, Parts
 from ssdtrain_fx.runtime.lanes.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.memory.cuda import CudaMover
 from ssdtrain_fx.runtime.memory.raw_memory import bytes_at
@@ -210,7 +211,7 @@ def open_engine(file: MemoryFile, config: EngineConfig, clock: Clock = time.perf
     if file.cuda is not None:
         return StandInEngine(config, file, file.cuda, clock=clock)
     file.aio = FakeAio(file)
-    return Engine(config, open_file=lambda _: file, open_aio=lambda: file.aio, chunk_bytes=4096, clock=clock)
+    return Engine(config, Parts(open_file=lambda _: file, open_aio=lambda: file.aio, chunk_bytes=4096, clock=clock))
 
 
 def offload(
@@ -324,13 +325,23 @@ class FakeCuda:
 class KvikioStandInEngine(Engine):
     """CPU tensors take the path of CUDA tensors that go through KvikIO; ``module`` replaces KvikIO."""
 
-    def __init__(self, config: EngineConfig, module: object, cuda: FakeCuda | None = None, **options: Any) -> None:
-        super().__init__(config, cuda=cuda or FakeCuda(), choose_kvikio=lambda *_: Kvikio(module, gds=True), **options)
+    def __init__(
+        self,
+        config: EngineConfig,
+        module: object,
+        cuda: FakeCuda | None = None,
+        *,
+        chunk_bytes: int | None = None,
+        handles: Iterator[int] | None = None,
+        **parts: Any,
+    ) -> None:
+        def make_lane(lanes: Lanes, device_type: str) -> Lane:
+            lane = lanes.make("cuda")
+            lane.chunk_bytes = chunk_bytes or lane.chunk_bytes
+            return lane
 
-    def _make_lane(self, device_type: str) -> Lane:
-        lane = super()._make_lane("cuda")
-        lane.chunk_bytes = self._chunk_bytes or lane.chunk_bytes
-        return lane
+        parts |= {"cuda": cuda or FakeCuda(), "choose_kvikio": lambda *_: Kvikio(module, gds=True)}
+        super().__init__(config, Parts(make_lane=make_lane, chunk_bytes=chunk_bytes, **parts), handles=handles)
 
 
 class StandInEngine(Engine):
@@ -348,11 +359,9 @@ class StandInEngine(Engine):
         handles: Iterator[int] | None = None,
     ) -> None:
         self.pool = StagingPool(config.host_budget_bytes or 256 * chunk_bytes, chunk_bytes)
-        self.fake_cuda = cuda
-        self.thread_count = thread_count
-        super().__init__(config, open_file=lambda _: file, clock=clock, handles=handles)
 
-    def _make_lane(self, device_type: str) -> Lane:
-        mover = CudaMover(self.fake_cuda)
-        checksum = self.config.checksum
-        return ThreadLane(self._ledger, mover, self.pool, thread_count=self.thread_count, checksum=checksum)
+        def make_lane(lanes: Lanes, device_type: str) -> Lane:
+            mover = CudaMover(cuda)
+            return ThreadLane(lanes.ledger, mover, self.pool, thread_count=thread_count, checksum=config.checksum)
+
+        super().__init__(config, Parts(open_file=lambda _: file, make_lane=make_lane, clock=clock), handles=handles)

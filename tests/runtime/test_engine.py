@@ -14,6 +14,7 @@ from torch import Tensor
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError, StalledDiskError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 
 file = each_file("aio", "threads")
 
@@ -360,7 +361,7 @@ def test_the_real_file_has_no_name_and_mode_0600(tmp_path: Path) -> None:
         token = offload(engine, torch.arange(1000))
         engine.wait_until_idle()
         assert list(tmp_path.iterdir()) == []
-        status = Path(f"/proc/self/fd/{engine._file.fileno()}").stat()
+        status = Path(f"/proc/self/fd/{engine._ledger.file.fileno()}").stat()
         assert status.st_mode & 0o777 == 0o600
         assert status.st_nlink == 0
         del token
@@ -377,9 +378,9 @@ def test_what_no_lane_moves_is_not_waited_for_forever(file: MemoryFile, director
 
 
 def test_lanes_may_be_opened_while_others_are_looked_at(directory: str) -> None:
-    with Engine(EngineConfig(ssd_dir=directory), cuda=FakeCuda(), choose_kvikio=lambda *_: None) as engine:
-        engine._lane("cpu")
-        lanes = iter(engine._lanes.values())
-        engine._lane("cuda")
+    with Engine(EngineConfig(ssd_dir=directory), Parts(cuda=FakeCuda(), choose_kvikio=lambda *_: None)) as engine:
+        engine._lanes.of("cpu")
+        lanes = iter(engine._lanes.by_type.values())
+        engine._lanes.of("cuda")
         assert len(list(lanes)) == 1
-        assert len(engine._lanes) == 2
+        assert len(engine._lanes.by_type) == 2

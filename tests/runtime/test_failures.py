@@ -16,6 +16,7 @@ from runtime_fakes import MemoryFile, each_file, engine_on, fetch, offload
 from ssdtrain_fx.errors import ActivationLostError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 
 CHUNK_COUNT = 6  # of the tensors below: 2 + 1 + 3
 ORIGINALS = [torch.arange(1024), torch.arange(100) * 5, torch.arange(1100) * 7]
@@ -110,7 +111,7 @@ def small_file_system(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_file_system_that_is_really_full(small_file_system: Path) -> None:
-    with Engine(EngineConfig(ssd_dir=str(small_file_system)), chunk_bytes=1 << 16) as engine:
+    with Engine(EngineConfig(ssd_dir=str(small_file_system)), Parts(chunk_bytes=1 << 16)) as engine:
         originals = [torch.arange(50_000) + seed for seed in range(6)]
         for _ in range(2):
             tokens = [offload(engine, original.clone()) for original in originals]
@@ -177,10 +178,10 @@ def test_damage_beyond_the_tensor_is_nobodys_business(file: MemoryFile, tmp_path
 
 
 def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
-    with Engine(EngineConfig(ssd_dir=str(tmp_path)), chunk_bytes=4096) as engine:
+    with Engine(EngineConfig(ssd_dir=str(tmp_path)), Parts(chunk_bytes=4096)) as engine:
         token = offload(engine, ORIGINALS[2].clone())
         engine.wait_until_idle()
-        os.ftruncate(engine._file.fileno(), 4096)
+        os.ftruncate(engine._ledger.file.fileno(), 4096)
         with pytest.raises(ActivationLostError, match=r"short read: 0 of 4096 bytes at offset \d+"):
             fetch(engine, token, ORIGINALS[2])
 

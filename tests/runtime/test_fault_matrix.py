@@ -43,8 +43,9 @@ from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, StalledDiskError
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.runtime.engine import Engine, Recipe
+from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.handles.tokens import Owner
+from ssdtrain_fx.runtime.lanes.call_sites import CallSite
 from ssdtrain_fx.runtime.statistics import Statistics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -379,9 +380,9 @@ def hint(step: Step, *, host: bool) -> None:
     orders = itertools.count(1000, -1)
     engine_offload = step.engine.offload
 
-    def offload(x: Tensor, recipe: Recipe) -> Owner:
-        site = dataclasses.replace(recipe.site, host=host, reload_order=next(orders))
-        return engine_offload(x, Recipe(step.engine, site))
+    def offload(x: Tensor, call_site: CallSite) -> Owner:
+        site = dataclasses.replace(call_site.site, host=host, reload_order=next(orders))
+        return engine_offload(x, CallSite(site))
 
     step.engine.offload = offload  # type: ignore[method-assign]
 

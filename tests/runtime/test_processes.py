@@ -273,7 +273,7 @@ def test_a_child_does_not_hold_the_file_that_its_parent_closes(tmp_path: Path, i
     script = f"""
         engine = EngineConfig(ssd_dir=sys.argv[1], io={io!r}).to_argument()
         token = offload(x)
-        descriptor = runtime._engines.open(engine)._file.fileno()
+        descriptor = runtime._engines.open(engine)._ledger.file.fileno()
         second = os.open(f"/proc/self/fd/{{descriptor}}", os.O_RDWR)
         child = fork_and_live()
         assert len(held_by(os.getpid())) == 2
@@ -308,7 +308,7 @@ def test_what_a_child_does_with_an_inherited_file_reaches_no_other_file(tmp_path
     script = """
         from pathlib import Path
         token = offload(x)
-        inherited = runtime._engines.open(engine)._file
+        inherited = runtime._engines.open(engine)._ledger.file
         child = os.fork()
         if child == 0:
             own = Path(sys.argv[1], "own")

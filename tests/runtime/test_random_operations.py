@@ -171,7 +171,7 @@ class Operations(RuleBasedStateMachine):
             self.engine.wait_until_idle()
             statistics = self.engine.statistics()
             assert (statistics.slots_in_use, statistics.slot_bytes_in_use) == (0, 0)
-            for lane in self.engine._lanes.values():
+            for lane in self.engine._lanes.by_type.values():
                 assert lane.pool.available == lane.pool.buffer_limit
 
     def _offload(self, thread: int, elements: int, hints: dict[str, Any]) -> int:

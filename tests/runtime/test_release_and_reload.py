@@ -14,6 +14,7 @@ from runtime_fakes import FakeAio, MemoryFile, each_file, no_aio, open_engine
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.lane import Lane
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 
 file = each_file("aio", "threads", "cuda")
 X = torch.arange(8 * 512)
@@ -69,7 +70,7 @@ def test_a_reload_gets_the_tensor_if_it_stays_meanwhile(
         owner = engine.offload(x, "x")
         entry = engine.find_entry(owner)
         assert entry is not None
-        lane = engine._lane_of(entry)
+        lane = engine._lanes.of_entry(entry)
         allocate = lane.allocate
 
         def release_and_allocate(*arguments: Any) -> torch.Tensor:
@@ -94,10 +95,9 @@ def test_a_tensor_of_two_graphs_that_stays_is_kept_once(tmp_path: Path) -> None:
     file.aio = FakeAio(file)
     engine = Engine(
         EngineConfig(ssd_dir=str(tmp_path), max_stall_share=0.0, io_timeout_s=None),
-        open_file=lambda _: file,
-        open_aio=lambda: file.aio,
-        from_source_bytes=1,
-        clock=lambda: float(next(ticks)),
+        Parts(
+            open_file=lambda _: file, open_aio=lambda: file.aio, from_source_bytes=1, clock=lambda: float(next(ticks))
+        ),
     )
     with engine:
         file.writes_may_go_on.clear()
@@ -126,14 +126,14 @@ def test_a_deferred_release_waits_for_tensors_of_another_kind_of_device(tmp_path
     file.aio = FakeAio(file)
     file.aio.depth = 1
     config = EngineConfig(ssd_dir=str(tmp_path), host_budget_bytes=8192, io_timeout_s=20.0)
-    aio = Engine(config, open_file=lambda _: file, open_aio=lambda: file.aio, chunk_bytes=4096)
-    with aio, Engine(config, open_file=lambda _: file, open_aio=no_aio, chunk_bytes=4096) as threads:
+    aio = Engine(config, Parts(open_file=lambda _: file, open_aio=lambda: file.aio, chunk_bytes=4096))
+    with aio, Engine(config, Parts(open_file=lambda _: file, open_aio=no_aio, chunk_bytes=4096)) as threads:
         engine = aio
-        threads._ledger = aio._ledger  # its lane works for the other engine
-        lanes: dict[str, Lane] = {"aio": aio._lane("cpu"), "threads": threads._make_lane("cpu")}
+        threads._lanes.ledger = aio._ledger  # its lane works for the other engine
+        lanes: dict[str, Lane] = {"aio": aio._lanes.of("cpu"), "threads": threads._lanes.make("cpu")}
         file.writes_may_go_on.clear()
         earlier, later = X.clone(), torch.arange(10)
-        aio._lanes = {"cpu": lanes.pop(earlier_kind)}
+        aio._lanes.by_type = {"cpu": lanes.pop(earlier_kind)}
         first = engine.offload(earlier, "x", graph_name="graph")
         entry = engine.find_entry(first)
         assert entry is not None
@@ -141,10 +141,10 @@ def test_a_deferred_release_waits_for_tensors_of_another_kind_of_device(tmp_path
         assert entry.uncopied
         entry.device = torch.device("cuda:0")
         (other,) = lanes.values()
-        engine._lanes = {"cuda": engine._lanes["cpu"], "cpu": other}
+        engine._lanes.by_type = {"cuda": engine._lanes.by_type["cpu"], "cpu": other}
         second = engine.offload(later, "x", graph_name="graph")
         file.writes_may_go_on.set()
         engine.release(second, later, deferred=True)
         assert entry.uncopied == 0
         engine.wait_until_idle()
-        threads._ledger = threads._stalls._ledger
+        threads._lanes.ledger = threads._ledger

@@ -12,8 +12,10 @@ from runtime_fakes import fetch, no_aio, offload
 from torch import Tensor
 
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.runtime.engine import Engine, Recipe
+from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.aio import KernelAio
+from ssdtrain_fx.runtime.lanes.call_sites import CallSite
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.sites import Site
 
 DTYPES = [
@@ -41,7 +43,7 @@ LANES = {"aio": KernelAio, "threads": no_aio}
 def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Engine]:
     """An engine on a real file; chunks are small, so that most tensors have several."""
     config = EngineConfig(ssd_dir=str(tmp_path_factory.mktemp("spill")), checksum=True)
-    with Engine(config, open_aio=LANES[request.param], chunk_bytes=4096) as engine:
+    with Engine(config, Parts(open_aio=LANES[request.param], chunk_bytes=4096)) as engine:
         yield engine
 
 
@@ -218,7 +220,7 @@ def test_backward_on_another_thread(engine: Engine) -> None:
 
 
 def test_disk_use_is_bounded_over_200_rounds(tmp_path: Path) -> None:
-    with Engine(EngineConfig(ssd_dir=str(tmp_path)), chunk_bytes=1 << 16) as engine:
+    with Engine(EngineConfig(ssd_dir=str(tmp_path)), Parts(chunk_bytes=1 << 16)) as engine:
         for _ in range(200):
             tokens = [offload(engine, random_tensor(size, dtype=torch.int8)) for size in (70_000, 3, 130_000)]
             engine.wait_until_idle()
@@ -243,12 +245,12 @@ class Interleaved(torch.Tensor):
 
 def test_threads_offload_other_shapes_at_the_same_call_site(tmp_path: Path) -> None:
     with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
-        recipe = Recipe(engine, Site(name="x"))
+        call_site = CallSite(Site(name="x"))
         original = torch.arange(5000)
-        owners = [engine.offload(original, recipe)]
+        owners = [engine.offload(original, call_site)]
         x = original.clone().as_subclass(Interleaved)
-        x.other = lambda: owners.append(engine.offload(torch.arange(10), recipe))
-        owner = engine.offload(x, recipe)
+        x.other = lambda: owners.append(engine.offload(torch.arange(10), call_site))
+        owner = engine.offload(x, call_site)
         assert len(owners) > 1
         engine.release(owner, x)
         y = engine.reload(owner, original.size())

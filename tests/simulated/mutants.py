@@ -32,6 +32,7 @@ class Mutant:
 
 
 CUDA, ENGINE, LEDGER = "runtime/memory/cuda.py", "runtime/engine.py", "runtime/book/ledger.py"
+READ_AHEAD = "runtime/lanes/read_ahead.py"
 THREADS, LANE, TIER = "runtime/lanes/thread_lane.py", "runtime/lanes/lane.py", "runtime/policy/host_tier.py"
 KVIKIO = "runtime/lanes/kvikio_io.py"
 
@@ -84,8 +85,8 @@ MUTANTS = [
     Mutant("wait_orders_the_first_copy_only", ENGINE, "for mark in fill.marks:", "for mark in fill.marks[:1]:", "test_all_chunks_of_a_tensor_have_arrived_after_wait"),
     Mutant("another_layout_is_copied_too_early", ENGINE, "            for mark in fill.marks:\n", "            if fill.temporary is not None:\n                copy_elements(fill.temporary, y)\n            for mark in fill.marks:\n                fill.temporary = None\n", "test_a_reload_in_another_layout_reads_the_stored_bytes_after_they_have_arrived"),
     Mutant("a_reload_is_ready_as_early_as_its_offload", ENGINE, "Fill(entry, y, temporary, lane.mover.mark(y.device))", "Fill(entry, y, temporary, entry.ready)", RELOAD, FILE),
-    Mutant("a_reload_ahead_is_ready_as_early_as_its_offload", ENGINE, "Fill(entry, y, None, lane.mover.mark(y.device))", "Fill(entry, y, None, entry.ready)", "test_a_reload_that_is_begun_ahead_writes_after_what_was_enqueued_before_it"),
-    Mutant("a_reload_ahead_serves_any_stream", ENGINE, "ahead.stream == lane.mover.stream(device)", "True", "test_a_reload_that_was_begun_ahead_for_another_stream_is_not_used"),
+    Mutant("a_reload_ahead_is_ready_as_early_as_its_offload", READ_AHEAD, "Fill(entry, y, None, lane.mover.mark(y.device))", "Fill(entry, y, None, entry.ready)", "test_a_reload_that_is_begun_ahead_writes_after_what_was_enqueued_before_it"),
+    Mutant("a_reload_ahead_serves_any_stream", READ_AHEAD, "ahead.stream == lane.mover.stream(device)", "True", "test_a_reload_that_was_begun_ahead_for_another_stream_is_not_used"),
     Mutant("a_tensor_is_ready_before_its_dense_copy", ENGINE, "            moved = movable(source)\n", "            early = lane.mover.mark(x.device)\n            moved = movable(source)\n            mark, lane.mover.mark = lane.mover.mark, lambda _: (setattr(lane.mover, 'mark', mark), early)[1]\n", "test_a_dense_copy_of_a_tensor_with_gaps_is_complete_before_it_leaves"),
     # -- the lane ------------------------------------------------------------------------------------------------------
     Mutant("a_copy_out_counts_as_over_at_once", THREADS, "            if copied is None:\n                self._has_left(chunk)", "            if True:\n                self._has_left(chunk)", WRITTEN),

@@ -20,6 +20,7 @@ from torch import Tensor
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 
 if TYPE_CHECKING:
     from simulated_cuda import Simulator
@@ -35,7 +36,7 @@ class _Setup:
     def __init__(self, engine: Engine, file: MemoryFile) -> None:
         self.engine = engine
         self.file = file
-        self.lane: Any = engine._lane("cuda")
+        self.lane: Any = engine._lanes.of("cuda")
         streams = self.lane.mover._side_streams(DEVICE)
         self.out: torch.Stream = streams.out
         self.back: torch.Stream = streams.back
@@ -70,7 +71,7 @@ class _Setup:
 def setup(ssd_dir: str, *, file: MemoryFile | None = None, buffers: int = 64, **options: Any) -> Iterator[_Setup]:
     file = file or MemoryFile()
     config = EngineConfig(ssd_dir=ssd_dir, io="posix", host_budget_bytes=buffers * BYTES, **options)
-    with Engine(config, open_file=lambda _: file, chunk_bytes=BYTES) as engine:
+    with Engine(config, Parts(open_file=lambda _: file, chunk_bytes=BYTES)) as engine:
         yield _Setup(engine, file)
         file.writes_may_go_on.set()
         file.reads_may_go_on.set()
@@ -605,7 +606,7 @@ def direct(sim: Simulator, ssd_dir: str) -> Iterator[Engine]:
 
     drive = Kvikio(_DirectDrive(sim), gds=True)
     config = EngineConfig(ssd_dir=ssd_dir)
-    with Engine(config, open_file=lambda _: MemoryFile(), choose_kvikio=lambda *_: drive) as engine:
+    with Engine(config, Parts(open_file=lambda _: MemoryFile(), choose_kvikio=lambda *_: drive)) as engine:
         yield engine
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -33,7 +35,8 @@ class FakeWorker:
     opened: list[str] = []  # noqa: RUF012 -- replaced for every test
     loss: Callable[[Run, int], float] = staticmethod(lambda run, index: 1.0 + index)
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, cache_directory: str | None = None) -> None:
+        assert cache_directory is None or not any(Path(cache_directory).iterdir()), "every process compiles"
         self.run, self.steps_done = run, 0
         type(self).opened.append(run.variant)
 
@@ -232,6 +235,42 @@ def test_a_variant_is_chosen_and_inductor_always_runs(worker: type[FakeWorker]) 
     assert worker.opened == ["inductor", "checkpoint"]
 
 
+def test_the_course_of_memory_is_drawn(worker: type[FakeWorker], tmp_path: Path) -> None:
+    done = run_bench("--png", str(tmp_path / "memory.png"))
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert "memory.png" in done.output
+
+
+@pytest.mark.parametrize(("change", "exit_code"), [(0.0, 0), (2**-52, 1)])
+def test_a_family_is_measured_and_explained(
+    worker: type[FakeWorker],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    change: float,
+    exit_code: int,
+) -> None:
+    """benchmarks/families.py"""
+    path = Path(__file__).parents[2] / "benchmarks" / "families.py"
+    specification = importlib.util.spec_from_file_location("families", path)
+    assert specification is not None and specification.loader is not None
+    families = importlib.util.module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, "families", families)  # dataclasses look up their module
+    specification.loader.exec_module(families)
+    worker.loss = staticmethod(lambda run, index: 1.0 + change * (run.variant == "ssdtrain"))
+    size = ["--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "32", "--vocab", "64"]
+    written = tmp_path / "families.json"
+    arguments = ["--model", "gpt2", "--steps", str(STEPS), *size, "--json", str(written)]
+    assert families.main(arguments) == exit_code
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "gpt2" in line]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:6] == ["gpt2, 2 x 32", "1000 B, 500 B", "600 B, 100 B", "0.600", "0.200", "1.050 (-)"]
+    assert cells[-1] == ("different" if exit_code else "equal")
+    (result,) = json.loads(written.read_text())
+    assert result["planned_peak_bytes"] >= result["floor_bytes"] > 0
+
+
 @pytest.mark.parametrize(("variant", "exit_code"), [("ssdtrain", 1), ("checkpoint", 0)])
 def test_one_differing_bit_is_an_error_for_ssdtrain_only(
     worker: type[FakeWorker], variant: str, exit_code: int
@@ -265,6 +304,7 @@ def test_a_worker_that_fails_is_shown_with_exit_code_3(
         (("--option", "polizy=all"), "polizy"),
         (("--ssd-dir", "/nowhere/at/all"), "does not exist"),
         (("--json", "/nowhere/at/all.json"), "The directory of /nowhere/at/all.json does not exist"),
+        (("--png", "/nowhere/at/all.png"), "The directory of /nowhere/at/all.png does not exist"),
         (("--variant", "magic"), "'magic' is not one of"),
     ],
 )

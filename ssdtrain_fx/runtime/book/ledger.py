@@ -13,7 +13,6 @@ Guarantees:
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from ssdtrain_fx._torch_private import storage_key
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
 from ssdtrain_fx.runtime.book.admission import Admission
 from ssdtrain_fx.runtime.book.changes import Change, Progress
+from ssdtrain_fx.runtime.book.counters import Counters
 from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Traffic
 from ssdtrain_fx.runtime.handles.tokens import OwnerRef
@@ -49,36 +49,6 @@ class Observer(Protocol):
     ) -> None: ...
 
     def add_levels(self, *, staging_bytes: int, in_flight_bytes: int) -> None: ...
-
-
-@dataclasses.dataclass(slots=True)
-class Counters:
-    """See :class:`ssdtrain_fx.runtime.statistics.Statistics`."""
-
-    offloads: int = 0
-    reloads: int = 0
-    bytes_written: int = 0
-    bytes_read: int = 0
-    forwarded: int = 0
-    forwarded_bytes: int = 0
-    kept: int = 0
-    kept_bytes: int = 0
-    kept_for_time: int = 0
-    kept_for_time_bytes: int = 0
-    cancelled_bytes: int = 0
-    host_bytes: int = 0
-    demoted_bytes: int = 0
-    read_ahead_bytes: int = 0
-    deduplicated_bytes: int = 0
-    late_bytes: int = 0
-    ahead_bytes: int = 0
-    release_stall_s: float = 0.0
-    wait_stall_s: float = 0.0
-    in_flight_bytes: int = 0
-    unwritten_bytes: int = 0
-    """Of these, offloaded bytes that have not reached the file."""
-    held_bytes: int = 0
-    """Bytes in the host tier now."""
 
 
 class Ledger:

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_fakes import MemoryFile, engine_on, fetch, no_aio, offload
+from runtime_fakes import FakeAio, MemoryFile, engine_on, fetch, no_aio, offload
 
 from ssdtrain_fx.errors import ActivationLostError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.aio import READ, WRITE
 from ssdtrain_fx.runtime.lanes.aio_lane import AioLane
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 
 X = torch.arange(1536)  # 3 chunks of 4096 bytes
 ONE_CHUNK_OF_EIGHT = torch.arange(4000)  # 32000 bytes
@@ -38,8 +39,9 @@ def directory(tmp_path: Path) -> str:
 @pytest.mark.parametrize("opcode", [WRITE, READ])
 def test_the_rest_of_a_short_transfer_is_asked_for(tmp_path: Path, file: MemoryFile, opcode: int) -> None:
     """8192 of 32768 bytes: the next attempt starts on an aligned offset again."""
-    with engine_on(file, str(tmp_path)) as engine:
-        engine._chunk_bytes = 1 << 16
+    file.aio = FakeAio(file)
+    parts = Parts(open_file=lambda _: file, open_aio=lambda: file.aio, chunk_bytes=1 << 16)
+    with Engine(EngineConfig(ssd_dir=str(tmp_path)), parts) as engine:
         file.aio.shorten = lambda index, length: 8192 if index == opcode_index else length
         opcode_index = 0 if opcode == WRITE else 1
         token = offload(engine, ONE_CHUNK_OF_EIGHT.clone())
@@ -204,7 +206,7 @@ def test_a_thread_that_comes_too_late_for_the_last_answer_is_woken(
         token = engine.offload(x, "x")
         entry = engine.find_entry(token)
         assert entry is not None
-        lane = engine._lane_of(entry)
+        lane = engine._lanes.of_entry(entry)
         assert isinstance(lane, AioLane)
         file.writes_may_go_on.set()
         ledger, reaper = engine._ledger, threading.Lock()
@@ -289,7 +291,7 @@ def test_close_waits_for_the_kernel(directory: str, file: MemoryFile) -> None:
 
 def test_without_aio_threads_do_the_work(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    with Engine(EngineConfig(ssd_dir=str(tmp_path)), open_aio=no_aio) as engine:
+    with Engine(EngineConfig(ssd_dir=str(tmp_path)), Parts(open_aio=no_aio)) as engine:
         token = offload(engine, X.clone())
         assert torch.equal(fetch(engine, token, X), X)
         assert "native AIO" not in engine.statistics().io_path

@@ -15,6 +15,7 @@ from ssdtrain_fx.runtime.book.records import Chunk
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.kvikio_io import KvikioLane
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 
 
 class FakeFuture:
@@ -120,7 +121,7 @@ def test_no_thread_holds_a_tensor_that_has_left(
         copied(chunk)
 
     with KvikioStandInEngine(EngineConfig(ssd_dir=str(tmp_path)), kvikio, cuda) as engine:
-        lane = engine._lane("cpu")
+        lane = engine._lanes.of("cpu")
         assert isinstance(lane, KvikioLane)
         copied = lane._copied
         monkeypatch.setattr(lane, "_copied", let_go)
@@ -152,4 +153,4 @@ def test_the_time_of_the_device_is_not_the_time_of_the_disk(
 def test_checksums_need_posix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(ConfigError, match='checksum=True needs io="posix"'):
-        Engine(EngineConfig(ssd_dir=str(tmp_path), io="kvikio", checksum=True), cuda=FakeCuda())
+        Engine(EngineConfig(ssd_dir=str(tmp_path), io="kvikio", checksum=True), Parts(cuda=FakeCuda()))

@@ -38,6 +38,7 @@ from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio
 from ssdtrain_fx.runtime.lanes.kvikio_io import KvikioLane, KvikioMover
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.storage.spill_file import SpillFile
 
 
@@ -61,9 +62,12 @@ class Module:
     CuFile = CuFile
 
 
-class DeviceEngine(Engine):
-    def _make_lane(self, device_type):
-        return KvikioLane(self._ledger, Kvikio(Module, gds=False), KvikioMover(FakeCuda()), len(self._directories))
+def make_lane(lanes, device_type):
+    return KvikioLane(lanes.ledger, Kvikio(Module, gds=False), KvikioMover(FakeCuda()), len(directories))
+
+
+def DeviceEngine(config):
+    return Engine(config, Parts(make_lane=make_lane))
 
 
 assert kvikio.cufile_driver.get("is_gds_available") is False
@@ -116,7 +120,7 @@ with DeviceEngine(EngineConfig(ssd_dir=directories)) as engine:
     statistics = engine.statistics()
     assert statistics.bytes_read == 2 * sum(x.nbytes for x in copies)
     assert statistics.kept_bytes == 0
-    assert all(part.size_bytes for part in engine._file._parts)
+    assert all(part.size_bytes for part in engine._ledger.file._parts)
     print(statistics.io_path)
 """,
         driver_directory,
@@ -134,7 +138,7 @@ with DeviceEngine(EngineConfig(ssd_dir=directories)) as engine:
     x = torch.arange(500_000)
     token = offload(engine, x.clone(), "gelu_3")
     engine.wait_until_idle()
-    descriptor = engine._file.fileno()
+    descriptor = engine._ledger.file.fileno()
     os.ftruncate(descriptor, 4096)
     try:
         fetch(engine, token, x)
@@ -142,7 +146,7 @@ with DeviceEngine(EngineConfig(ssd_dir=directories)) as engine:
         assert "'gelu_3'" in str(error) and "KvikIO read" in str(error), error
     else:
         raise AssertionError("lost bytes came back")
-    lane = engine._lanes["cpu"]
+    lane = engine._lanes.by_type["cpu"]
     lane._device_file._handles[descriptor].close()  # KvikIO's handle
     other = offload(engine, x.clone())
     assert torch.equal(fetch(engine, other, x), x)

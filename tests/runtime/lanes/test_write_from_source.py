@@ -21,6 +21,7 @@ from ssdtrain_fx.runtime.book.traffic import Direction
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.aio_lane import FROM_SOURCE_BYTES
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 
 PAGE = 4096
 
@@ -36,11 +37,8 @@ def file() -> MemoryFile:
 def engine_on(file: MemoryFile, **options: object) -> Engine:
     """An engine that writes every tensor with a whole page in it without staging, in chunks of two pages."""
     return Engine(
-        EngineConfig(ssd_dir="/tmp", **options),  # type: ignore[arg-type]
-        open_file=lambda _: file,
-        open_aio=lambda: file.aio,
-        chunk_bytes=2 * PAGE,
-        from_source_bytes=1,
+        EngineConfig(ssd_dir="/tmp", **options),
+        Parts(open_file=lambda _: file, open_aio=lambda: file.aio, chunk_bytes=2 * PAGE, from_source_bytes=1),
     )
 
 
@@ -72,7 +70,7 @@ def test_every_byte_comes_back(file: MemoryFile, phase: int, byte_count: int, ch
 
 def test_a_large_tensor_takes_few_requests(file: MemoryFile) -> None:
     """Its requests are of 16 MiB; a small tensor uses a staging buffer of 2 MiB."""
-    with Engine(EngineConfig(ssd_dir="/tmp"), open_file=lambda _: file, open_aio=lambda: file.aio) as engine:
+    with Engine(EngineConfig(ssd_dir="/tmp"), Parts(open_file=lambda _: file, open_aio=lambda: file.aio)) as engine:
         tensors = tensor_at(0, (20 << 20) + PAGE), tensor_at(0, PAGE)
         large, small = (x.clone() for x in tensors)
         tokens = [offload(engine, x) for x in tensors]

@@ -178,7 +178,7 @@ def test_a_deferred_release_of_a_tensor_whose_copy_has_been_enqueued(engine: Sta
     token = engine.offload(x, "x", graph_name="graph")
     entry = engine.find_entry(token)
     assert entry is not None
-    lane = engine._lane_of(entry)
+    lane = engine._lanes.of_entry(entry)
     while entry.uncopied:  # an I/O thread may have taken one of the chunks
         lane.wait_for_progress(engine._ledger.progress.count)
     token = engine.release(token, x, deferred=True)
@@ -335,7 +335,7 @@ def test_a_slow_device_delays_no_other_one(
     engine: StandInEngine, cuda: FakeCuda, file: MemoryFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "Entry", _OnTwoDevices)
-    engine._lanes["cuda"] = engine._lane("cpu")
+    engine._lanes.by_type["cuda"] = engine._lanes.of("cpu")
     cuda.device_is_fast = False
     slow = engine.offload(torch.arange(512), "cuda:0")
     for _ in ("ready", "copied"):  # this thread records the first, and the second too, or an I/O thread does

@@ -15,6 +15,7 @@ from runtime_fakes import fetch, no_aio, offload
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.storage.space import RETRY_AFTER_S, DiskSpace
 from ssdtrain_fx.runtime.storage.spill_file import GROWTH_STEP_BYTES, SpillFile
 from ssdtrain_fx.runtime.storage.striped_file import StripedFile
@@ -205,7 +206,9 @@ def test_an_engine_leaves_the_reserve_and_resumes(
     config = EngineConfig(ssd_dir=str(tmp_path), io=io)  # type: ignore[arg-type]
     open_aio = no_aio if io == "posix" else None
     original = torch.arange(300_000)
-    with Engine(config, open_file=lambda _: disk.file(tmp_path, GIB), open_aio=open_aio, chunk_bytes=4096) as engine:
+    with Engine(
+        config, Parts(open_file=lambda _: disk.file(tmp_path, GIB), open_aio=open_aio, chunk_bytes=4096)
+    ) as engine:
         for _ in range(3):
             token = offload(engine, original.clone())
             engine.wait_until_idle()
@@ -213,7 +216,9 @@ def test_an_engine_leaves_the_reserve_and_resumes(
             del token
         full = engine.statistics()
         assert (full.bytes_written, full.kept_bytes) == (0, 3 * original.nbytes)
-        threads = engine._lanes["cpu"].busy_with  # their chunks may come out of order, and less room is asked for again
+        threads = engine._lanes.by_type[
+            "cpu"
+        ].busy_with  # their chunks may come out of order, and less room is asked for again
         assert set(disk.calls) == {"statvfs"}
         assert disk.calls["statvfs"] <= threads
         (warning,) = [record.getMessage() for record in caplog.records]

@@ -14,6 +14,7 @@ from runtime_fakes import MemoryFile, fetch, no_aio, offload
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.aio import AioUnavailableError, KernelAio
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile, SpillFile
 from ssdtrain_fx.runtime.storage.striped_file import ROW_BYTES, StripedFile, open_spill_file, stripe_bytes_for
 
@@ -88,7 +89,7 @@ def test_a_medium_tensor_moves_in_few_chunks_at_the_rate_of_most_drives(
         shares: collections.Counter[int] = collections.Counter()
         for chunk in entry.chunks:
             start, length = chunk.pages
-            shares[engine._file.locate(entry.slot.offset_bytes + start)[0]] += length
+            shares[engine._ledger.file.locate(entry.slot.offset_bytes + start)[0]] += length
         equal_bytes = 24 * MIB / drives
         assert max(shares.values()) <= (2 if before_bytes else 1.34) * equal_bytes
         engine.release(token, aligned)
@@ -105,7 +106,7 @@ def test_threads_work_on_all_drives_though_a_stripe_holds_more_chunks_than_there
         folder.mkdir()
     config = EngineConfig(ssd_dir=tuple(map(str, folders)))
     open_striped: Callable[[object], ChunkFile] = lambda directories: StripedFile(parts, 8 * 4096)  # noqa: E731
-    with Engine(config, open_file=open_striped, open_aio=no_aio, chunk_bytes=4096) as engine:
+    with Engine(config, Parts(open_file=open_striped, open_aio=no_aio, chunk_bytes=4096)) as engine:
         x = torch.arange(4 * 8 * 4096 // 8)
         expected = x.clone()
         token = offload(engine, x)
@@ -220,7 +221,7 @@ def test_an_engine_uses_all_directories(io: str, tmp_path: Path) -> None:
         return StripedFile(files, 65536)
 
     config = EngineConfig(ssd_dir=tuple(map(str, folders)), io=io)  # type: ignore[arg-type]
-    with Engine(config, open_file=open_file) as engine:
+    with Engine(config, Parts(open_file=open_file)) as engine:
         tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 65536, 100_000, 1_000_000, 5_000_001)]
         copies = [x.clone() for x in tensors]
         tokens = [offload(engine, x) for x in tensors]
@@ -248,7 +249,7 @@ def test_a_directory_that_is_full_keeps_tensors_in_memory(tmp_path: Path, caplog
     parts = memory_files(2)
     parts[1].capacity_bytes = 65536
     open_striped: Callable[[object], ChunkFile] = lambda directories: StripedFile(parts, 65536)  # noqa: E731
-    with Engine(EngineConfig(ssd_dir=str(tmp_path)), open_file=open_striped) as engine:
+    with Engine(EngineConfig(ssd_dir=str(tmp_path)), Parts(open_file=open_striped)) as engine:
         x = torch.arange(100_000)
         token = offload(engine, x)
         engine.wait_until_idle()

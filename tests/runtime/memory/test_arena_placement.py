@@ -216,6 +216,41 @@ def test_a_step_that_repeats_is_laid_out_with_foresight(graphs: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_block_that_ends_highest_chooses_first_the_next_time() -> None:
+    """At most 21 MiB are in use. Neither the largest first nor the longest first ends there: both end at 24 MiB."""
+    done = run_python(
+        """
+        import torch
+        from ssdtrain_fx.runtime.memory.step_memory import in_step_memory, step_memory
+
+        MIB = 1 << 20
+        SIZES = [6, 6, 3, 3, 9, 6, 9]
+        library = step_memory.library
+
+        def forward(args):
+            live = {}
+            for name, block in zip("+-++++--+-+---", [0, 0, 1, 2, 3, 4, 2, 4, 5, 3, 6, 6, 1, 5], strict=True):
+                if name == "+":
+                    live[block] = torch.empty(SIZES[block] * MIB // 4)
+                else:
+                    del live[block]
+
+        def backward(args):
+            torch.empty(MIB // 4)
+
+        graphs = [in_step_memory(function, planned_peak_bytes=0) for function in (forward, backward)]
+        for _ in range(8):
+            library.reset_peaks()
+            for graph in graphs:
+                graph([])
+        state = library.describe()
+        peaks = state.allocated_peak_bytes // MIB, state.end_peak_bytes // MIB
+        assert peaks == (21, 21), peaks
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_many_runs_without_a_backward_cost_little_and_do_no_harm() -> None:
     done = run_python(
         """

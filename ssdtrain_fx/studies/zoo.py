@@ -148,7 +148,8 @@ class CausalLanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = self.model(input_ids=tokens, use_cache=False).logits
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORE)  # as transformers does: cutting the logits would copy them
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
 
 
 class MaskedLanguageModel(nn.Module):

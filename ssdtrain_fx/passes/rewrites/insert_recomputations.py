@@ -71,7 +71,7 @@ def insert_recomputations(
             copy.meta[COPY_OF] = (node.name, made)
         in_backward.update(copies.values())
         for node in on_storage:
-            for user in readers.intersection(node.users):
+            for user in [user for user in node.users if user in readers]:  # in an order that is equal in every process
                 user.replace_input_with(node, copies[node])
         erase_unread(copies.values())
     made_in_forward = {node for recomputation in recomputations for node in recomputation.nodes}

@@ -28,7 +28,7 @@ from rich.table import Table
 
 import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig
-from ssdtrain_fx.cli.common import parse_options
+from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, JsonTarget, parse_options
 from ssdtrain_fx.passes.planning.plan import Plan
 from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.studies import bench, zoo
@@ -36,15 +36,10 @@ from ssdtrain_fx.studies.comparison import CONFIDENCE, time_ratio
 from ssdtrain_fx.studies.measure import Measurement, Run, WorkerError, take_turns
 from ssdtrain_fx.units import format_bytes
 
-FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "gpt2": {},
-    "bert": {},
-    "t5": {"sequence": 256},  # 6 + 6 layers; both halves have a sequence of this length
-    "llama": {},
-    "mixtral": {},
-    "vit": {},
-}
-"""What differs from the sizes of the command."""
+FAMILIES = ("gpt2", "bert", "t5", "llama", "mixtral", "vit")
+SIZES: Mapping[str, int] = {"layers": 12, "hidden": 384, "batch": 8, "sequence": 512, "vocab": 2048}
+SIZES_OF_T5: Mapping[str, int] = {"sequence": 256}
+"""Its encoder and its decoder have 6 layers each, and both read a sequence of this length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +70,7 @@ class Row:
             format_bytes(plan.peak_after_bytes),
             format_bytes(plan.floor_bytes),
             parts,
-            format_bytes(last.bytes_written),
+            f"{format_bytes(last.bytes_written)}, {format_bytes(last.bytes_read)}",
             f"{base.page_faults:,.0f}, {ours.page_faults:,.0f}",
             "equal" if self.is_equal else "different",
         ]
@@ -86,8 +81,7 @@ def measure(run: Run, *, steps: int, console: Console) -> Row:
     inductor, ssdtrain = take_turns([dataclasses.replace(run, variant="inductor"), run], steps=steps)
     console.print(f"{run.model}: measured", style="dim")
     torch.manual_seed(run.seed)
-    sizes = {name: getattr(run, name) for name in ("layers", "hidden", "batch", "sequence", "vocab")}
-    module, make_batch = zoo.build(run.model, **sizes)
+    module, make_batch = zoo.build(run.model, **{name: getattr(run, name) for name in SIZES})
     batch = make_batch(torch.Generator().manual_seed(run.seed))
     report = ssdtrain_fx.explain(module, *batch, config=OffloadConfig.from_options(run.options))
     return Row(inductor=inductor, ssdtrain=ssdtrain, plan=report.plan)
@@ -106,7 +100,7 @@ def render(rows: list[Row]) -> Table:
         "floor",
         "parts of the plan",
         "written, read",
-        "page faults",
+        "page faults: Inductor, ssdtrain",
         "bits",
     ):
         table.add_column(name, no_wrap=True)
@@ -118,36 +112,40 @@ def render(rows: list[Row]) -> Table:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=list(zoo.MODELS), help="may be repeated; default: all six")
-    for name, default in (("layers", 12), ("hidden", 384), ("batch", 8), ("sequence", 512), ("vocab", 2048)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, help=f"default: {default}")
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for ssdtrain; may be repeated")
     parser.add_argument("--json", type=Path, help="write all results to this file")
     chosen = parser.parse_args(arguments)
-    sizes = {name: getattr(chosen, name) for name in ("layers", "hidden", "batch", "sequence", "vocab")}
+    target = JsonTarget(chosen.json)
+    given = {name: getattr(chosen, name) for name in SIZES if getattr(chosen, name) is not None}
     options: dict[str, Any] = {"max_slowdown": 0.05, **parse_options(chosen.option)}
+    directories = check_directories(options.get("ssd_dir"))
     progress = Console(stderr=True)
     rows: list[Row] = []
+    failure: WorkerError | None = None
     for model in chosen.model or FAMILIES:
-        run = Run(model=model, options=options, **{**sizes, **FAMILIES.get(model, {})})
+        sizes = {**SIZES, **(SIZES_OF_T5 if model == "t5" else {}), **given}
         try:
-            rows.append(measure(run, steps=chosen.steps, console=progress))
+            rows.append(measure(Run(model=model, options=options, **sizes), steps=chosen.steps, console=progress))
         except WorkerError as error:
-            progress.print(str(error), markup=False, highlight=False, soft_wrap=True)
-            return 3
-    Console(width=400).print(render(rows))
-    if chosen.json is not None:
-        directories = check_directories(options.get("ssd_dir"))
-        results = [
-            {
-                **bench.to_json([row.inductor, row.ssdtrain], directories),
-                "planned_peak_bytes": row.plan.peak_after_bytes,
-                "floor_bytes": row.plan.floor_bytes,
-            }
-            for row in rows
-        ]
-        chosen.json.write_text(json.dumps(results, indent=1))
-    return 0 if all(row.is_equal for row in rows) else 1
+            failure = error
+            break
+    Console(width=400, stderr=chosen.json == Path("-")).print(render(rows))
+    results = [
+        {
+            **bench.to_json([row.inductor, row.ssdtrain], directories),
+            "planned_peak_bytes": row.plan.peak_after_bytes,
+            "floor_bytes": row.plan.floor_bytes,
+        }
+        for row in rows
+    ]
+    target.write(json.dumps(results, indent=1))
+    if failure is not None:
+        progress.print(str(failure), markup=False, highlight=False, soft_wrap=True)
+        return EXIT_FAILED
+    return 0 if all(row.is_equal for row in rows) else EXIT_DIFFERENT
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from ssdtrain_fx.cli.common import (
     JsonTarget,
     SsdDirOption,
     StepProgress,
+    check_target,
     parse_options,
 )
 from ssdtrain_fx.config import OffloadConfig
@@ -74,8 +75,7 @@ def bench(
     """
     target = JsonTarget(json_path)
     console = target.console
-    if png_path is not None and not png_path.parent.is_dir():
-        raise typer.BadParameter(f"The directory of {png_path} does not exist.", param_hint="--png")
+    check_target(png_path, "--png")
     chosen = dict.fromkeys((BASE, *(variants or ("ssdtrain", "checkpoint"))))
     for hint, names, valid in (("--model", (model,), tuple(MODELS)), ("--variant", chosen, VARIANTS)):
         for name in names:
@@ -116,10 +116,10 @@ def bench(
         raise typer.Exit(EXIT_FAILED) from error
 
     console.print(render_table(results))
+    target.write(json.dumps(to_json(results, directories), indent=2))
     if png_path is not None:
         draw_memory(results, png_path, title=describe(results[0].run))
         console.print(f"Memory over one step: {png_path.resolve()}", highlight=False, soft_wrap=True)
-    target.write(json.dumps(to_json(results, directories), indent=2))
     if any(one.run.variant == "ssdtrain" and not one.equals(find_base(one, results)) for one in results):
         console.print("[bold red]ssdtrain does not agree with plain Inductor to the bit.[/]")
         raise typer.Exit(EXIT_DIFFERENT)

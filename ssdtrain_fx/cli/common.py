@@ -145,6 +145,14 @@ def _step_title(turn: Turn) -> str:
     return f"{turn.run.title}, {which}"
 
 
+def check_target(path: Path | None, option: str) -> None:
+    """Raise typer.BadParameter if no file can be written to ``path``. Call it before any work is done."""
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"The directory of {path} does not exist.", param_hint=option)
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a directory; expected the path of a file.", param_hint=option)
+
+
 class JsonTarget:
     """The destination of `--json PATH`: a file, `-` for stdout, or none.
 
@@ -157,10 +165,7 @@ class JsonTarget:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._to_stdout = path == Path("-")
-        if path is not None and not path.parent.is_dir():
-            raise typer.BadParameter(f"The directory of {path} does not exist.", param_hint="--json")
-        if path is not None and path.is_dir():
-            raise typer.BadParameter(f"{path} is a directory; expected the path of a file.", param_hint="--json")
+        check_target(path, "--json")
         self.console = Console(stderr=self._to_stdout)
 
     def write(self, text: str) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, DeviceOption, JsonTarget, StepProgress
+from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, DeviceOption, JsonTarget, StepProgress, check_target
 from ssdtrain_fx.studies import demo as demonstration
 from ssdtrain_fx.studies.measure import Variant, WorkerError, choose_device
 
@@ -48,8 +48,7 @@ def demo(
     console = target.console
     if hidden is not None and hidden % 64:
         raise typer.BadParameter(f"{hidden} is not a multiple of 64 (one attention head each).", param_hint="--hidden")
-    if not png_path.parent.is_dir():
-        raise typer.BadParameter(f"The directory of {png_path} does not exist.", param_hint="--png")
+    check_target(png_path, "--png")
     try:
         run = demonstration.default_run(choose_device(device))
     except ValueError as error:
@@ -71,9 +70,9 @@ def demo(
         raise typer.Exit(EXIT_FAILED) from error
 
     console.print(demonstration.render_table(comparison))
+    target.write(json.dumps(demonstration.to_json(comparison), indent=2))
     demonstration.draw(comparison, png_path)
     console.print(f"Memory over one step: {png_path.resolve()}", highlight=False, soft_wrap=True)
-    target.write(json.dumps(demonstration.to_json(comparison), indent=2))
     if not comparison.equal:
         console.print("[bold red]The runs do not agree to the bit.[/]")
         console.print(str(comparison.difference), markup=False, highlight=False, soft_wrap=True)

@@ -10,7 +10,7 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, load_callable, progress_columns
+from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, check_target, load_callable, progress_columns
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.studies.measure import Run, WorkerError
@@ -80,8 +80,7 @@ def rok(
     """
     target = JsonTarget(json_path)
     console = target.console
-    if not png_path.parent.is_dir():
-        raise typer.BadParameter(f"The directory of {png_path} does not exist.", param_hint="--png")
+    check_target(png_path, "--png")
     own = ":" in model
     if own and measure:
         raise typer.BadParameter(f"only works for {', '.join(MODELS)}.", param_hint="--measure")

@@ -18,7 +18,7 @@ from ssdtrain_fx.runtime.shield import shielded
 log = logging.getLogger(__name__)
 
 _abandoned: list[Closing] = []
-"""Engines that were closed while their disk hung. Threads or the kernel may still use their memory."""
+"""Of engines that were closed while their disk hung. Threads or the kernel may still use their memory."""
 
 AFTER_FAILURE_S = 1.0
 """How long closing waits for the next transfer to end after an unexpected exception, such as that of a device that

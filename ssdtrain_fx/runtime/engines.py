@@ -42,9 +42,7 @@ from ssdtrain_fx.runtime.trace import Trace
 
 log = logging.getLogger(__name__)
 
-_OP_MODULES = tuple(
-    f"ssdtrain_fx.runtime.{name}" for name in ("ops", "engine", "closing", "handles", "lanes", "policy", "shield")
-)
+_OP_MODULES = tuple(f"ssdtrain_fx.runtime.{name}" for name in ("ops", "engine", "handles", "lanes", "policy", "shield"))
 """One of these has a frame on the stack whenever an op is executing."""
 
 

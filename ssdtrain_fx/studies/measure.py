@@ -7,10 +7,11 @@
 Guarantees:
 
 * Each run has one process. Its time and its peak memory come from the same steps.
-* Every process has the environment of the caller, with the same two additions: nothing is loaded from the network, and
-  cuBLAS is deterministic. Settings of the C library's heap are neither added nor removed.
-* Every process that `take_turns` starts compiles its code. A compilation leaves objects behind: 55 MiB for a GPT-2 of
-  12 layers. A process that compiles must not be compared with one that loads its code from a cache.
+* Every process has the environment of the caller, with the same three additions: nothing is loaded from the network,
+  cuBLAS is deterministic, and Inductor has an empty cache. Settings of the C library's heap are neither added nor
+  removed.
+* So every process that `take_turns` starts compiles its code. A compilation leaves objects behind: 55 MiB for a GPT-2
+  of 12 layers. A process that compiles must not be compared with one that loads its code from a cache.
 * Runs that differ only in `variant` and `regional` see the same weights, the same batch and the same random numbers at
   step n, and every step has another batch. Their losses and gradients may therefore be compared to the bit.
   `torch.use_deterministic_algorithms` is on: without it plain Inductor adds up an embedding's gradient with atomics,
@@ -359,10 +360,11 @@ def take_turns(
         WorkerError: a worker failed.
     """
     with contextlib.ExitStack() as stack:
-        cache_directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ssdtrain-compiled-"))
         workers: list[Worker] = []
         for run in runs:
-            workers.append(stack.enter_context(Worker(run, cache_directory=cache_directory)))
+            # A compiler that was started by a worker that has failed may still write there.
+            cache = tempfile.TemporaryDirectory(prefix="ssdtrain-compiled-", ignore_cleanup_errors=True)
+            workers.append(stack.enter_context(Worker(run, cache_directory=stack.enter_context(cache))))
             # One after the other: two that compile or build at once would disturb each other.
             workers[-1].wait_ready()
         rounds: list[list[Step]] = []

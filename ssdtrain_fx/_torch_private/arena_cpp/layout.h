@@ -103,8 +103,9 @@ class Layout {
   static constexpr size_t IN_USE_TOLERANCE = 64;
   static constexpr size_t HITS_PER_MISS = 4;
   static constexpr size_t MAX_UNKNOWN_STEPS = 4;
-  // A step is delayed once while its layout is found: 0.1 s for 500 blocks.
-  static constexpr size_t MAX_REPAIRS = 100;
+  // A step is delayed while its layout is found, the first time by 0.1 s for 500 blocks and 0.4 s for 10,000. Each time
+  // another layout is needed, the search is shorter.
+  static constexpr size_t MAX_TRIES = 100;
   static constexpr size_t MAX_COMPARISONS = 100'000'000;
 
   struct Block {
@@ -218,12 +219,13 @@ class Layout {
     if (blocks.empty())
       return;
     const size_t least = most_in_use(blocks, period);
-    size_t tries = std::max<size_t>(1, MAX_COMPARISONS / (blocks.size() * blocks.size()));
+    const size_t comparisons = MAX_COMPARISONS / (1 + lessons_) / 2;  // of each order
+    const size_t tries = std::clamp<size_t>(comparisons / (blocks.size() * blocks.size()), 1, MAX_TRIES);
     std::vector<size_t> best;
     for (auto first : {&is_larger, &lives_longer}) {
       auto order = blocks;
       std::stable_sort(order.begin(), order.end(), [&](Block* one, Block* other) { return first(*one, *other); });
-      for (size_t repair = 0; repair <= MAX_REPAIRS && tries > 0 && (best.empty() || end_ > least); ++repair, --tries) {
+      for (size_t attempt = 0; attempt < tries && (best.empty() || end_ > least); ++attempt) {
         size_t end = place_in(order, period);
         if (best.empty() || end < end_) {
           end_ = end;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-_INNER = frozenset({"unwritten_bytes", "held_bytes"})
+_NOT_SHOWN = frozenset({"unwritten_bytes", "held_bytes"})
 """What only the engine needs, to predict stalls."""
 
 
@@ -40,4 +40,6 @@ class Counters:
 
     def shown(self) -> dict[str, Any]:
         """Those that are fields of ``Statistics``."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _INNER}
+        return {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _NOT_SHOWN
+        }

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class ReadAhead:
-    """Those of one engine. Methods are called without the ledger's lock."""
+    """The reloads that one engine has begun ahead. Methods are called without the ledger's lock."""
 
     def __init__(self, ledger: Ledger, lanes: Lanes, runs: GraphRuns) -> None:
         self._ledger = ledger

@@ -18,7 +18,7 @@ from ssdtrain_fx.runtime.memory.layout import copy_elements, copy_with_layout, s
 
 
 class Residents:
-    """Those of one engine. Methods are called without the ledger's lock."""
+    """The tensors of one engine that stay. Methods are called without the ledger's lock."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

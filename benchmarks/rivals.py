@@ -219,7 +219,8 @@ def main(arguments: list[str]) -> int:
             sys.exit(str(error))
     points = points_of(settings, pairs)
     title = f"{run.model}, {run.layers} layers, hidden {run.hidden}, batch {run.batch} x {run.sequence}"
-    console.print(render(points, title, "\n".join(notes([one for pair in pairs for one in pair]))))
+    table = render(points, title, "\n".join(notes([one for pair in pairs for one in pair])))
+    Console(width=max(console.width, 180)).print(table)
     folder = Path(__file__).parent / "results"
     folder.mkdir(exist_ok=True)
     json_path: Path = chosen.json or folder / f"rivals-{run.model}.json"

@@ -68,8 +68,8 @@ class Aio(Protocol):
 
 
 _REQUEST = struct.Struct("<QIIHhIQQqQII")
-"""``struct iocb`` on a little-endian machine: cookie, key, flags, opcode, priority, descriptor, address, length, offset,
-reserved, flags, event descriptor. One call packs it; a ctypes structure takes one per field, with cold caches."""
+"""``struct iocb`` on a little-endian machine: cookie, key, flags, opcode, priority, descriptor, address, length,
+offset, reserved, flags, event descriptor. One call packs it, where a ctypes structure takes one per field."""
 
 
 class _Event(ctypes.Structure):

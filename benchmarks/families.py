@@ -126,7 +126,7 @@ def main(arguments: list[str]) -> int:
     rows: list[Row] = []
     failure: WorkerError | None = None
     for model in chosen.model or FAMILIES:
-        sizes = {**SIZES, **(SIZES_OF_T5 if model == "t5" else {}), **given}
+        sizes: dict[str, Any] = {**SIZES, **(SIZES_OF_T5 if model == "t5" else {}), **given}
         try:
             rows.append(measure(Run(model=model, options=options, **sizes), steps=chosen.steps, console=progress))
         except WorkerError as error:

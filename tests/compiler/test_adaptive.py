@@ -15,9 +15,9 @@ from test_training_loops import INNERS, Tower, everything
 from torch import Tensor, nn
 
 from ssdtrain_fx import backend, statistics
-from ssdtrain_fx.runtime import engine
 from ssdtrain_fx.runtime.book.admission import Admission
 from ssdtrain_fx.runtime.memory import layout
+from ssdtrain_fx.runtime.policy import residents
 from ssdtrain_fx.testing import assert_same_bits, gradients_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,7 +76,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         copies.append(x)
         return layout.copy_with_layout(x)
 
-    monkeypatch.setattr(engine, "copy_with_layout", copy_with_layout)
+    monkeypatch.setattr(residents, "copy_with_layout", copy_with_layout)
     return copies
 
 

@@ -5,8 +5,7 @@
 
 Each family runs in two processes that take turns, step by step, as in ``ssdtrain-fx bench``. Both have the environment
 of the caller. Afterwards the model is explained: *plan* is the activation peak that the plan predicts, and *floor* is
-the lowest peak if everything moved at any cost in time. *Parts* says what the planned peak consists of. The growth of
-a process is the plan plus what the engine keeps; no setting brings it below the floor, except ``chunk_loss``.
+the lowest peak if everything moved at any cost in time. *Parts* says what the planned peak consists of.
 
 The printed table is Markdown. Exit code: 0 every loss and gradient is equal to the bit, 1 one differs, 3 a run failed.
 """
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -118,10 +118,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for ssdtrain; may be repeated")
     parser.add_argument("--json", type=Path, help="write all results to this file")
     chosen = parser.parse_args(arguments)
-    target = JsonTarget(chosen.json)
     given = {name: getattr(chosen, name) for name in SIZES if getattr(chosen, name) is not None}
-    options: dict[str, Any] = {"max_slowdown": 0.05, **parse_options(chosen.option)}
-    directories = check_directories(options.get("ssd_dir"))
+    try:
+        target = JsonTarget(chosen.json)
+        options: dict[str, Any] = {"max_slowdown": 0.05, **parse_options(chosen.option)}
+        OffloadConfig.from_options(options)
+        directories = check_directories(options.get("ssd_dir"))
+    except (ValueError, typer.BadParameter) as error:
+        parser.error(str(error))
     progress = Console(stderr=True)
     rows: list[Row] = []
     failure: WorkerError | None = None

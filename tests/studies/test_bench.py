@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 import pytest
@@ -244,22 +245,39 @@ def test_the_course_of_memory_is_drawn(worker: type[FakeWorker], tmp_path: Path)
     assert "memory.png" in done.output
 
 
+@pytest.fixture
+def families(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/families.py"""
+    path = Path(__file__).parents[2] / "benchmarks" / "families.py"
+    specification = importlib.util.spec_from_file_location("families", path)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, "families", module)  # dataclasses look up their module
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--option", "max_slowdwn=1"], ["--option", "max_slowdown"], ["--json", "/nowhere/at/all.json"]]
+)
+def test_what_families_cannot_use_is_named_before_anything_runs(
+    worker: type[FakeWorker], families: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        families.main(arguments)
+    assert arguments[1].partition("=")[0] in capsys.readouterr().err
+    assert worker.opened == []
+
+
 @pytest.mark.parametrize(("change", "exit_code"), [(0.0, 0), (2**-52, 1)])
 def test_a_family_is_measured_and_explained(
     worker: type[FakeWorker],
-    monkeypatch: pytest.MonkeyPatch,
+    families: ModuleType,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     change: float,
     exit_code: int,
 ) -> None:
-    """benchmarks/families.py"""
-    path = Path(__file__).parents[2] / "benchmarks" / "families.py"
-    specification = importlib.util.spec_from_file_location("families", path)
-    assert specification is not None and specification.loader is not None
-    families = importlib.util.module_from_spec(specification)
-    monkeypatch.setitem(sys.modules, "families", families)  # dataclasses look up their module
-    specification.loader.exec_module(families)
     worker.loss = staticmethod(lambda run, index: 1.0 + change * (run.variant == "ssdtrain"))
     size = ["--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "32", "--vocab", "64"]
     written = tmp_path / "families.json"

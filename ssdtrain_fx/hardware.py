@@ -60,6 +60,11 @@ class Hardware:
     """Compute-thread time of one ``offload`` and its ``release``, regardless of size."""
     reload_s: float
     """Compute-thread time of one ``reload`` and its ``wait``, regardless of size."""
+    next_offload_s: float | None = None
+    """``offload_s`` of a storage whose ops directly follow those of another one: their code and data are still in the
+    caches of the processor. None: not measured."""
+    next_reload_s: float | None = None
+    """The same for ``reload_s``."""
     staging_bytes: int
     """Maximum number of bytes between tensor and SSD at one time."""
 
@@ -70,6 +75,14 @@ class Hardware:
         On a CPU, staging is the same memory that storages should leave.
         """
         return self.device != "cpu" and not self.copies_block_compute
+
+    def offload_seconds(self, *, is_next: bool) -> float:
+        """``offload_s``, or ``next_offload_s`` if that is measured."""
+        return self.offload_s if not is_next or self.next_offload_s is None else self.next_offload_s
+
+    def reload_seconds(self, *, is_next: bool) -> float:
+        """``reload_s``, or ``next_reload_s`` if that is measured."""
+        return self.reload_s if not is_next or self.next_reload_s is None else self.next_reload_s
 
     def computing_slower(self, times: float) -> Hardware:
         """The same disk, with computation that takes ``times`` times as long by roofline.
@@ -89,7 +102,7 @@ class Hardware:
         rates += [channel.bytes_per_s for channel in (self.write, self.read, self.copy_out, self.copy_in)]
         if not all(0 < rate < math.inf for rate in rates):
             raise ValueError(f"every rate of a hardware profile must be finite and above 0, got {self}")
-        times = [self.kernel_s, self.offload_s, self.reload_s]
+        times = [self.kernel_s, self.offload_s, self.reload_s, self.next_offload_s or 0.0, self.next_reload_s or 0.0]
         times += [channel.latency_s for channel in (self.write, self.read, self.copy_out, self.copy_in)]
         if not all(0 <= seconds < math.inf for seconds in times):
             raise ValueError(f"every time of a hardware profile must be finite and at least 0, got {self}")

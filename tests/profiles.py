@@ -18,5 +18,7 @@ HARDWARE = Hardware(
     copies_block_compute=True,
     offload_s=5e-5,
     reload_s=6e-5,
+    next_offload_s=1e-5,
+    next_reload_s=2e-5,
     staging_bytes=12 << 20,
 )

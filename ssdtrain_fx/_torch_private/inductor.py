@@ -157,7 +157,7 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
 
     _write_in_place_as_planned(frozenset((offload, release, reload, wait)))
     _run_in_step_memory()
-    install(offload, after_kernel=False, before_kernel=True)  # it only has to be early
+    install(offload, after_kernel=True, before_kernel=True)
     install(release, after_kernel=True, before_kernel=True)
     install(reload, after_kernel=True, before_kernel=True)
     install(wait, after_kernel=True, before_kernel=False)  # kernels that read its result follow it anyway

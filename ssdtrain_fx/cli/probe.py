@@ -103,6 +103,9 @@ def _probe_table(hardware: Hardware, reference: ReferenceRates) -> Table:
         row(f"{what}, {where}", "free" if free else f"{channel.bytes_per_s / 1e9:.1f} GB/s")
     row("one offload and release", _microseconds(hardware.offload_s))
     row("one reload and wait", _microseconds(hardware.reload_s))
+    if hardware.next_offload_s is not None and hardware.next_reload_s is not None:
+        row("the next offload and release in a row", _microseconds(hardware.next_offload_s))
+        row("the next reload and wait in a row", _microseconds(hardware.next_reload_s))
     row("staging", format_bytes(hardware.staging_bytes))
     return table
 

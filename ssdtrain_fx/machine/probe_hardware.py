@@ -24,7 +24,7 @@ from ssdtrain_fx.machine.probe_kernels import (
     memory_rate,
     product_rate,
 )
-from ssdtrain_fx.machine.probe_transfers import Traffic, channel_of, compute_thread_channels, share_when_both_of
+from ssdtrain_fx.machine.probe_transfers import Traffic, channel_of, compute_thread_times, share_when_both_of
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
@@ -105,9 +105,9 @@ def measure_hardware(
             begin("writes during reads")
             share_when_both = share_when_both_of(traffic, effort)
             begin("time on the compute thread")
-            offload, reload = compute_thread_channels(traffic, effort, write, read)
+            times = compute_thread_times(traffic, effort, write, read)
             staging_bytes = engine.planned_staging_bytes(target.type)
-    copy_out, copy_in = offload, reload
+    copy_out, copy_in = times.offload, times.reload
     if on_gpu:
         copy_out, copy_in = copy_channels(target, clock, effort)
     on_step("done", total, total)
@@ -123,8 +123,10 @@ def measure_hardware(
         copy_out=Channel(bytes_per_s=copy_out.bytes_per_s),
         copy_in=Channel(bytes_per_s=copy_in.bytes_per_s),
         copies_block_compute=not on_gpu,
-        offload_s=offload.latency_s,
-        reload_s=reload.latency_s,
+        offload_s=times.offload.latency_s,
+        reload_s=times.reload.latency_s,
+        next_offload_s=times.next_offload_s,
+        next_reload_s=times.next_reload_s,
         staging_bytes=staging_bytes,
     )
 

@@ -11,7 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -164,8 +164,20 @@ def share_of(one_s: float, other_s: float, both_s: float) -> float:
     return min(1.0, max(0.1, short_s / overlap_s)) if overlap_s > 0 else 1.0
 
 
-def compute_thread_channels(traffic: Traffic, effort: Effort, write: Channel, read: Channel) -> tuple[Channel, Channel]:
-    """Compute-stream time of an offload and of a reload by size, without stalls."""
+class ComputeThreadTimes(NamedTuple):
+    """Compute-stream time of the ops of one storage, without stalls."""
+
+    offload: Channel
+    """Time of an offload and its release, by size."""
+    reload: Channel
+    """Time of a reload and its wait, by size."""
+    next_offload_s: float | None
+    """``offload`` of a small storage whose ops follow those of another one; None: not measured."""
+    next_reload_s: float | None
+
+
+def compute_thread_times(traffic: Traffic, effort: Effort, write: Channel, read: Channel) -> ComputeThreadTimes:
+    """Measure what the ops take from the compute stream."""
     small, large = 64 << 10, effort.large_bytes
     times: dict[tuple[str, int], list[float]] = {}
     beside = _BesideCompute(traffic) if traffic.device.type == "cpu" else None
@@ -185,7 +197,13 @@ def compute_thread_channels(traffic: Traffic, effort: Effort, write: Channel, re
             return Channel(bytes_per_s=MOST_BYTES_PER_S, latency_s=small_s)
         return fit_channel((small, small_s), (large, large_s))
 
-    return fit("out"), fit("in")
+    offload, reload = fit("out"), fit("in")
+    if beside is None:
+        return ComputeThreadTimes(offload, reload, None, None)
+    saved_out_s, saved_in_s = beside.saved_in_row_s("out"), beside.saved_in_row_s("in")
+    return ComputeThreadTimes(
+        offload, reload, max(0.0, offload.latency_s - saved_out_s), max(0.0, reload.latency_s - saved_in_s)
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,6 +216,8 @@ class _Sample:
     """How much longer all products took with transfers."""
     ops_s: list[float]
     """Time of both ops of each transfer."""
+    row_ops_s: list[float]
+    """The same where the ops of all transfers are in a row, without the first one of the row."""
 
 
 class _BesideCompute:
@@ -249,6 +269,7 @@ class _BesideCompute:
 
         products = self._products(size_bytes, write)
         self._run(("out", size_bytes), products, lambda number: engine.offload(tensors[number], "probe"), release)
+        del tokens[: self.COUNT]  # those of the row remain
         traffic.settle()
         for number in range(self.COUNT):  # the reloads that are measured then reuse memory
             engine.wait(*reload(number))
@@ -257,11 +278,23 @@ class _BesideCompute:
 
     def cost_s(self, direction: str, size_bytes: int) -> float:
         """Seconds that one transfer takes on an undisturbed processor."""
-        shortest_s = min(sample.product_s for samples in self._samples.values() for sample in samples)
         samples = self._samples[direction, size_bytes]
         ops = statistics.median(ops_s / sample.product_s for sample in samples for ops_s in sample.ops_s)
         taken = statistics.median(sample.taken_s / sample.product_s for sample in samples)
-        return shortest_s * (ops + max(0.0, taken) / self.COUNT)
+        return self._shortest_s * (ops + max(0.0, taken) / self.COUNT)
+
+    def saved_in_row_s(self, direction: str) -> float:
+        """How many seconds less the ops of a storage take if they follow those of another one. The median over all
+        sizes, since the size makes no difference to what is in the caches."""
+        samples = [sample for (way, _), found in self._samples.items() if way == direction for sample in found]
+        alone = statistics.median(ops_s / sample.product_s for sample in samples for ops_s in sample.ops_s)
+        in_row = statistics.median(ops_s / sample.product_s for sample in samples for ops_s in sample.row_ops_s)
+        return self._shortest_s * max(0.0, alone - in_row)
+
+    @property
+    def _shortest_s(self) -> float:
+        """Time of a product on an undisturbed processor."""
+        return min(sample.product_s for samples in self._samples.values() for sample in samples)
 
     def _run(
         self,
@@ -270,7 +303,8 @@ class _BesideCompute:
         begin: Callable[[int], Any],
         end: Callable[[int, Any], None],
     ) -> None:
-        """Run transfers one by one, with ``products`` matrix products between the two ops of each."""
+        """Run transfers one by one, with ``products`` matrix products between the two ops of each. Then run them in a
+        row."""
         self._traffic.settle()
         start_s = time.perf_counter()
         self._compute(products * self.COUNT)
@@ -286,8 +320,25 @@ class _BesideCompute:
             end_s = time.perf_counter()
             busy_s += computed_s - begun_s
             ops_s.append(begun_s - start_s + end_s - computed_s)
-        sample = _Sample(alone_s / (products * self.COUNT), busy_s - alone_s, ops_s)
+        row_ops_s = self._run_row(products, begin, end)
+        sample = _Sample(alone_s / (products * self.COUNT), busy_s - alone_s, ops_s, row_ops_s)
         self._samples.setdefault(key, []).append(sample)
+
+    def _run_row(self, products: int, begin: Callable[[int], Any], end: Callable[[int, Any], None]) -> list[float]:
+        self._compute(products)
+        times_s = [time.perf_counter()]
+        begun: list[Any] = []
+        for number in range(self.COUNT):
+            begun.append(begin(number))
+            times_s.append(time.perf_counter())
+        begin_s = [later_s - before_s for before_s, later_s in itertools.pairwise(times_s)]
+        self._compute(products * self.COUNT)
+        times_s = [time.perf_counter()]
+        for number in range(self.COUNT):
+            end(number, begun[number])
+            times_s.append(time.perf_counter())
+        end_s = [later_s - before_s for before_s, later_s in itertools.pairwise(times_s)]
+        return [begin_s[number] + end_s[number] for number in range(1, self.COUNT)]
 
     def _products(self, size_bytes: int, channel: Channel) -> int:
         """Number of products that hides one transfer."""

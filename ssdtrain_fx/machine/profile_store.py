@@ -35,7 +35,7 @@ from ssdtrain_fx.whole_file import written_beside
 log = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "SSDTRAIN_PROFILE_DIR"
-FORMAT = 7
+FORMAT = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

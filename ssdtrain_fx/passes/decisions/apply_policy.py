@@ -6,6 +6,7 @@ as the planner's own, or an error is raised. The checks are:
 - the name:     the storage is saved, and is not held outside the graph
 - the release:  after the last read in forward, and no later than where backward begins
 - the reload:   in backward, and no later than the first read there
+- the offload:  after the node that makes it, and no later than the release; the wait: the same in backward
 - the tier:     it exists, and it can hold all storages that are assigned to it
 """
 
@@ -107,9 +108,12 @@ def _check(policy: Policy, step: StepAnalysis, decisions: object) -> dict[str, D
 
 def _check_positions(policy: Policy, name: str, decision: Placement, movable: Movable, marker: int) -> None:
     first_release = max(movable.offload, movable.earliest_release)
+    offload, wait = decision.offload_of(movable), decision.wait_of(movable)
     for field, found, first, last, reason in (
         ("release", decision.release, first_release, marker, "after the last read in forward, before backward begins"),
         ("reload", decision.reload, marker + 1, movable.wait, "in backward, before the first read there"),
+        ("offload", offload, movable.offload, decision.release, "after the node that makes it, before the release"),
+        ("wait", wait, decision.reload, movable.wait, "after the reload, before the first read in backward"),
     ):
         if type(found) is not int or not first <= found <= last:  # pyright: ignore[reportUnnecessaryComparison]
             _refuse(policy, name, decision, f"{field} is {found!r}; expected {first} to {last} ({reason})")

@@ -25,14 +25,13 @@ from ssdtrain_fx.passes.planning.place_transfers import (
     Choice,
     choose_all,
     choose_cheapest,
-    choose_lowest_peak,
     floor_bytes,
 )
 from ssdtrain_fx.passes.planning.plan import Keep, Offload, Peak, Plan, PlannedDecision, Recompute, SavedStorage
-from ssdtrain_fx.passes.planning.reserve_time import reserve_time
 from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placements, TransferProblem
 from ssdtrain_fx.passes.planning.use_host_tier import use_host_tier
+from ssdtrain_fx.passes.planning.use_room import choose_within_time, use_room
 
 KEPT_ELSEWHERE = "the peak is no higher with it in memory"
 KEPT_TIME = "offloading it would take more time than max_slowdown allows"
@@ -80,13 +79,12 @@ def plan_offloads(
     elif analysis.activations:
         choice, reason_not_moved = choose_most(problem, max_slowdown=max_slowdown), KEPT_TIME
     else:
-        choice = choose_lowest_peak(without_host, max_slowdown=max_slowdown)
-        choice = use_host_tier(problem, choice, may_move_others=True)
+        choice = choose_within_time(problem, max_slowdown=max_slowdown, floor_bytes=floor)
         if choice.peak_bytes > floor:
             reason_not_moved = KEPT_TIME
     # move_all is meant to keep as little in memory as possible. A graph of a chain does not know the peak of the step.
-    if not (move_all or analysis.activations):
-        choice = reserve_time(problem, choice)
+    if budget is not None and not move_all:
+        choice = use_room(problem, choice)
     return describe_plan(analysis, problem, choice, reason_not_moved=reason_not_moved, reasons={})
 
 
@@ -192,14 +190,15 @@ def _decide(
     start_s = simulation.start_s
     where = "in host memory" if placement.tier == "host" else "away"
     release_stall_s, wait_stall_s = simulation.release_stall_s.get(idx, 0.0), simulation.wait_stall_s.get(idx, 0.0)
-    out_s = start_s[placement.release] - start_s[movable.offload]
-    back_s = start_s[movable.wait] - start_s[placement.reload]
+    offload, wait = placement.offload_of(movable), placement.wait_of(movable)
+    out_s = start_s[placement.release] - start_s[offload]
+    back_s = start_s[wait] - start_s[placement.reload]
     return Offload(
         representative=candidate.representative.name,
-        offload=movable.offload,
+        offload=offload,
         release=placement.release,
         reload=placement.reload,
-        wait=movable.wait,
+        wait=wait,
         # The time between two different positions includes the stall. At the same position, the stall is all of it.
         # Values are rounded to microseconds to keep the graph readable.
         out_s=round(max(out_s, release_stall_s), 6),

@@ -46,7 +46,7 @@ class Offload:
     @property
     def placement(self) -> Placement:
         """The part of the decision that the simulation takes."""
-        return Placement(self.release, self.reload, self.tier)
+        return Placement(self.release, self.reload, self.tier, self.offload, self.wait)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

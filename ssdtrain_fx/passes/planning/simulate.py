@@ -136,7 +136,7 @@ def simulate_within(
         idx, began_with_s = movable.idx, delay_s
         now = elapsed_s[at] + delay_s
         if step is Step.OFFLOAD:
-            delay_s += times[idx].out_s
+            delay_s += times[idx].out_s if at == movable.offload else times[idx].next_out_s
             leave = channels.stage if placements[idx].tier == "host" else channels.write
             left_s[idx] = leave(movable, now, elapsed_s[at] + delay_s)
         elif step in _RELEASES:
@@ -148,7 +148,7 @@ def simulate_within(
                 wait_stall_s[idx] = back_s[idx] - now
                 delay_s = back_s[idx] - elapsed_s[at]
         else:
-            delay_s += times[idx].in_s
+            delay_s += times[idx].in_s if placements[idx].wait_of(movable) == movable.wait else times[idx].next_in_s
             bring = channels.unstage if placements[idx].tier == "host" else channels.read
             back_s[idx] = bring(movable, elapsed_s[at] + delay_s)
         if delay_s > give_up_s:
@@ -193,9 +193,13 @@ def _delayed(starts_s: NDArray[np.float64], delays: Sequence[tuple[int, float]])
 
 def _blocked_s(problem: TransferProblem, placements: Placements) -> Iterator[float]:
     """Compute-stream time of each offloaded storage without stalls."""
-    for idx, taken in problem.moving_times.items():
-        if idx in placements:
-            yield taken.out_s + taken.in_s
+    times = problem.moving_times
+    for movable in problem.movables:
+        placement = placements.get(movable.idx)
+        if placement is not None:
+            taken = times[movable.idx]
+            yield taken.out_s if placement.offload_of(movable) == movable.offload else taken.next_out_s
+            yield taken.in_s if placement.wait_of(movable) == movable.wait else taken.next_in_s
 
 
 def live_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, ...]:
@@ -230,8 +234,8 @@ def host_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, .
         placement = placements.get(movable.idx)
         if problem.host is not None and placement is not None and placement.tier == "host":
             held_bytes = problem.host.held_bytes(movable.size_bytes)
-            change[movable.offload] += held_bytes
-            change[movable.wait] -= held_bytes
+            change[placement.offload_of(movable)] += held_bytes
+            change[placement.wait_of(movable)] -= held_bytes
     return tuple(itertools.accumulate(change[:-1]))
 
 
@@ -241,13 +245,12 @@ def _events(problem: TransferProblem, placements: Placements) -> list[tuple[int,
         placement = placements.get(movable.idx)
         if placement is None:
             continue
-        at_once = placement.release == movable.offload
-        needed_at_once = placement.reload == movable.wait
+        offload, wait = placement.offload_of(movable), placement.wait_of(movable)
         events += (
-            (movable.offload, Step.OFFLOAD, movable),
-            (placement.release, Step.RELEASE_AT_ONCE if at_once else Step.RELEASE, movable),
-            (placement.reload, Step.RELOAD_AT_ONCE if needed_at_once else Step.RELOAD, movable),
-            (movable.wait, Step.WAIT, movable),
+            (offload, Step.OFFLOAD, movable),
+            (placement.release, Step.RELEASE_AT_ONCE if placement.release == offload else Step.RELEASE, movable),
+            (placement.reload, Step.RELOAD_AT_ONCE if placement.reload == wait else Step.RELOAD, movable),
+            (wait, Step.WAIT, movable),
         )
     # The sort is stable: equal keys keep the order of the movables, as in insert_offloads.
     events.sort(key=_place_in_order)

@@ -5,11 +5,11 @@ The planner, the simulation and the exact solver all take this value, so they al
 Time. Node p of the scheduled joint graph takes ``node_s[p]`` seconds on one compute stream. All nodes before ``marker``
 are forward. An offloaded storage has four ops:
 
-    offload   at ``offload``: takes ``blocks_out_s`` of the compute stream; the write may then begin
+    offload   at ``offload``, or later: takes ``blocks_out_s`` of the compute stream; the write may then begin
     release   at ``release`` in ``[earliest_release, marker]``: the stream stalls until the storage has left: its last
               byte is in staging, and all but the last ``staging_bytes`` of the bytes offloaded so far are written
     reload    at ``reload`` in ``[marker + 1, wait]``: takes ``blocks_in_s`` of the stream; the read may then begin
-    wait      at ``wait``: the stream stalls until the storage is reloaded
+    wait      at ``wait``, or earlier: the stream stalls until the storage is reloaded
 
 Writes run one at a time in the order of ``offload``, reads in the order of ``reload``.
 
@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.hardware import Channel, Hardware
 
 
 def add_up(seconds: Iterable[float]) -> float:
@@ -90,6 +90,9 @@ class MovingTimes(NamedTuple):
     """Compute-stream time of its offload and release, without stalls."""
     in_s: float
     """Compute-stream time of its reload and wait, without stalls."""
+    next_out_s: float
+    """``out_s`` and ``in_s`` where the ops follow those of another storage."""
+    next_in_s: float
     write_s: float
     read_s: float
 
@@ -126,6 +129,12 @@ class TransferProblem:
     host: HostTier | None = None
     """None: every offloaded storage goes to the SSD."""
 
+    def with_ops_in_one_row(self) -> TransferProblem:
+        """The same problem if ops took as little time wherever they stand as they take in a row."""
+        hardware = self.hardware
+        offload_s, reload_s = hardware.offload_seconds(is_next=True), hardware.reload_seconds(is_next=True)
+        return dataclasses.replace(self, hardware=dataclasses.replace(hardware, offload_s=offload_s, reload_s=reload_s))
+
     @functools.cached_property
     def step_s(self) -> float:
         """Time of the step without offloading and recomputation."""
@@ -153,6 +162,8 @@ class TransferProblem:
             movable.idx: MovingTimes(
                 self.blocks_out_s(movable.size_bytes),
                 self.blocks_in_s(movable.size_bytes),
+                self.blocks_out_s(movable.size_bytes, is_next=True),
+                self.blocks_in_s(movable.size_bytes, is_next=True),
                 self.hardware.write.transfer_s(movable.size_bytes),
                 self.hardware.read.transfer_s(movable.size_bytes),
             )
@@ -174,24 +185,41 @@ class TransferProblem:
         moving = list(itertools.accumulate(change))[: len(self.node_s)]
         return np.array(self.fixed_live_bytes, dtype=np.int64) + np.array(moving, dtype=np.int64)
 
-    def blocks_out_s(self, size_bytes: int) -> float:
-        """Compute-stream time of one offload and its release, without stalls."""
-        hardware = self.hardware
-        return hardware.offload_s + (hardware.copy_out.transfer_s(size_bytes) if hardware.copies_block_compute else 0.0)
+    def blocks_out_s(self, size_bytes: int, *, is_next: bool = False) -> float:
+        """Compute-stream time of one offload and its release, without stalls.
 
-    def blocks_in_s(self, size_bytes: int) -> float:
-        """Compute-stream time of one reload and its wait, without stalls."""
-        hardware = self.hardware
-        return hardware.reload_s + (hardware.copy_in.transfer_s(size_bytes) if hardware.copies_block_compute else 0.0)
+        Args:
+            is_next: they follow the ops of another storage.
+        """
+        return self._blocks_s(self.hardware.offload_seconds(is_next=is_next), self.hardware.copy_out, size_bytes)
+
+    def blocks_in_s(self, size_bytes: int, *, is_next: bool = False) -> float:
+        """The same for one reload and its wait."""
+        return self._blocks_s(self.hardware.reload_seconds(is_next=is_next), self.hardware.copy_in, size_bytes)
+
+    def _blocks_s(self, ops_s: float, copy: Channel, size_bytes: int) -> float:
+        return ops_s + (copy.transfer_s(size_bytes) if self.hardware.copies_block_compute else 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """The positions of a storage's release and reload, and where it is kept in between."""
+    """The positions of a storage's ops, and where it is kept in between."""
 
     release: int
     reload: int
     tier: Tier = "ssd"
+    offload: int | None = None
+    """None: :attr:`Movable.offload`. Behind it, ops of several storages are in a row."""
+    wait: int | None = None
+    """None: :attr:`Movable.wait`. Before it, ops of several storages are in a row."""
+
+    def offload_of(self, movable: Movable) -> int:
+        """Where the offload of ``movable``, whose placement this is, is inserted."""
+        return movable.offload if self.offload is None else self.offload
+
+    def wait_of(self, movable: Movable) -> int:
+        """The same for its wait."""
+        return movable.wait if self.wait is None else self.wait
 
 
 Placements = Mapping[int, Placement]

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from ssdtrain_fx.cli import app
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Channel, Hardware
-from ssdtrain_fx.machine import probe, profile_store
+from ssdtrain_fx.machine import probe, probe_transfers, profile_store
 from ssdtrain_fx.machine.clocks import CpuClock, CudaClock, clock_of
 from ssdtrain_fx.machine.probe import load_hardware, measure_hardware
 from ssdtrain_fx.machine.probe_hardware import device_name
@@ -258,6 +258,8 @@ def test_this_machine_has_sane_rates(ssd_dir: str) -> None:
     for rate in (hardware.memory_bytes_per_s, hardware.write.bytes_per_s, hardware.read.bytes_per_s):
         assert 1e5 < rate < 1e13
     assert 0 < hardware.kernel_s < 10
+    assert hardware.next_offload_s is not None and 0 <= hardware.next_offload_s <= hardware.offload_s
+    assert hardware.next_reload_s is not None and 0 <= hardware.next_reload_s <= hardware.reload_s
     assert hardware.staging_bytes in (0, CPU_BUDGET_BYTES)  # 0 if the disk transfers tensors directly
     total = steps[0][2]
     assert [(done, of) for _, done, of in steps] == [(done, total) for done in range(total + 1)]
@@ -272,7 +274,7 @@ def test_what_transfers_take_from_the_products_beside_them_is_a_cost(
     with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
         beside = _BesideCompute(Traffic(engine, torch.device("cpu")))
     beside._samples["in", 4096] = [
-        _Sample(product_s=0.5, taken_s=busy - 1.0, ops_s=[ops_s])
+        _Sample(product_s=0.5, taken_s=busy - 1.0, ops_s=[ops_s], row_ops_s=[])
         for busy, ops_s in zip(busy_s, (0.1, 0.2, 7.0), strict=True)
     ]
     assert beside.cost_s("in", 4096) == pytest.approx(0.2 + taken_s / beside.COUNT)
@@ -282,11 +284,46 @@ def test_transfers_cost_what_they_would_on_an_undisturbed_machine(tmp_path: Path
     """When everything takes three times as long, so do the ops; the products between them show it."""
     with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
         beside = _BesideCompute(Traffic(engine, torch.device("cpu")))
-    beside._samples["out", 4096] = [_Sample(product_s=0.1, taken_s=0.0, ops_s=[9.0])]
+    beside._samples["out", 4096] = [_Sample(product_s=0.1, taken_s=0.0, ops_s=[9.0], row_ops_s=[])]
     beside._samples["in", 4096] = [
-        _Sample(product_s=factor * 0.1, taken_s=factor * 0.04, ops_s=[factor * 0.01]) for factor in (3.0, 3.0, 2.0)
+        _Sample(product_s=factor * 0.1, taken_s=factor * 0.04, ops_s=[factor * 0.01], row_ops_s=[])
+        for factor in (3.0, 3.0, 2.0)
     ]
     assert beside.cost_s("in", 4096) == pytest.approx(0.01 + 0.04 / beside.COUNT)
+
+
+def test_what_a_row_saves_is_the_difference_of_medians(tmp_path: Path) -> None:
+    """Over all sizes, in products of the same sample: everything in the second one took twice as long."""
+    with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
+        beside = _BesideCompute(Traffic(engine, torch.device("cpu")))
+    beside._samples["out", 4096] = [_Sample(product_s=0.1, taken_s=0.0, ops_s=[0.5, 0.5], row_ops_s=[0.2, 0.1])]
+    beside._samples["out", 8192] = [_Sample(product_s=0.2, taken_s=0.0, ops_s=[1.0, 9.0], row_ops_s=[0.4, 9.0])]
+    beside._samples["in", 4096] = [_Sample(product_s=0.1, taken_s=0.0, ops_s=[0.1], row_ops_s=[0.3])]
+    assert beside.saved_in_row_s("out") == pytest.approx(0.3)
+    assert beside.saved_in_row_s("in") == 0.0
+
+
+def test_the_first_op_of_a_row_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(EngineConfig(ssd_dir=str(tmp_path))) as engine:
+        beside = _BesideCompute(Traffic(engine, torch.device("cpu")))
+    now_s = [0.0]
+    monkeypatch.setattr(probe_transfers.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(beside, "_compute", lambda products: take(100.0))
+    ended: list[tuple[int, int]] = []
+
+    def take(seconds: float) -> None:
+        now_s[0] += seconds
+
+    def begin(number: int) -> int:
+        take(2.0 if number else 10.0)
+        return -number
+
+    def end(number: int, begun: int) -> None:
+        take(1.0 if number else 5.0)
+        ended.append((number, begun))
+
+    assert beside._run_row(3, begin, end) == [3.0, 3.0, 3.0]
+    assert ended == [(0, 0), (1, -1), (2, -2), (3, -3)]
 
 
 def test_a_line_through_two_transfers() -> None:

@@ -128,6 +128,10 @@ def with_change(name: str, **changes: Any) -> Callable[..., Mapping[str, Decisio
         ({"release": 5.0}, r"release is 5\.0"),
         ({"reload": 1}, r"reload is 1; expected \d+ to \d+ \(in backward, before the first read there\)"),
         ({"reload": 99}, "reload is 99"),
+        ({"offload": 1}, r"offload is 1; expected \d+ to \d+ \(after the node that makes it, before the release\)"),
+        ({"offload": 99}, "offload is 99"),
+        ({"wait": 1}, r"wait is 1; expected \d+ to \d+ \(after the reload, before the first read in backward\)"),
+        ({"wait": 99}, "wait is 99"),
     ],
 )
 def test_an_illegal_position_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -181,9 +185,9 @@ def test_whatever_a_policy_returns_no_bit_changes(name: str, data: st.DataObject
         names = data.draw(st.lists(st.sampled_from(sorted(analysis.movables)), unique=True, min_size=1))
         decisions: dict[str, Decision] = {}
         for name, decision in costs.place(names, ssd_speedup=data.draw(st.sampled_from([0.1, 1.0, 9.0]))).items():
-            field = data.draw(st.sampled_from(["release", "reload"]))
-            change = getattr(decision, field) + data.draw(st.integers(-4, 4))
-            decisions[name] = dataclasses.replace(decision, **{field: change})
+            field = data.draw(st.sampled_from(["release", "reload", "offload", "wait"]))
+            now = getattr(analysis.movables[name] if field in ("offload", "wait") else decision, field)
+            decisions[name] = dataclasses.replace(decision, **{field: now + data.draw(st.integers(-4, 4))})
         return decisions
 
     step = capture_toy(name)

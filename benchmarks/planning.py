@@ -73,6 +73,8 @@ HARDWARE = Hardware(
     copies_block_compute=True,
     offload_s=1e-6,
     reload_s=1e-6,
+    next_offload_s=2.5e-7,
+    next_reload_s=2.5e-7,
     staging_bytes=1 << 26,
 )
 """A machine that can offload most storages, so that the planner has choices."""

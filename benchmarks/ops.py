@@ -15,9 +15,10 @@ a tensor wakes one of them twice; the cost of a wake-up is printed below the tab
 
 The target is less than 30 us per tensor. Run this on an idle machine: with more processes than cores, caches are cold.
 
-With ``--model``, the ops of real training steps are timed. There each op follows matrix products that take many
-milliseconds, and its data is no longer cached, so Python costs many times as much. The figures do not include the time
-for which `release` and `wait` wait for the disk.
+With ``--model``, the ops of real training steps are timed. There an op follows matrix products that take many
+milliseconds, and its code and its data are no longer cached, so that it takes many times as long. This is why plans put
+ops in rows: the mean counts the first op of each row, the median is that of an op within a row. The figures do not
+include the time for which `release` and `wait` wait for the disk.
 """
 
 from __future__ import annotations
@@ -147,8 +148,7 @@ class StepTimer:
 
 
 def measure_steps(size: Mapping[str, Any], options: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Train a model and time its ops: the mean per call, since only some of them are in rows, as the median of all
-    steps, and the share of the step that all ops take."""
+    """Train a model and time its ops: the mean and the median per call, and the share of the step that all ops take."""
     timer = StepTimer()
     ops._engines = Engines(timer.open_engine)
     torch.manual_seed(0)
@@ -165,15 +165,14 @@ def measure_steps(size: Mapping[str, Any], options: Mapping[str, Any], steps: in
         module.zero_grad()
         step_s.append(time.perf_counter() - start_s)
     row: dict[str, Any] = {"tensors": len(timer.calls["offload"]) / steps}
-    for name, calls in timer.calls.items():
-        of_steps = list(zip(*(iter(calls),) * (len(calls) // steps), strict=True)) if calls else []
-        for key, index in (("us", 0), ("kernel_us", 1)):
-            means_s = [statistics.fmean(call[index] for call in of_step) for of_step in of_steps]
-            row[f"{name}_{key}"] = statistics.median(means_s) * 1e6 if means_s else 0.0
+    for what, average in (("us", statistics.fmean), ("median_us", statistics.median)):
+        for name, calls in timer.calls.items():
+            row[f"{name}_{what}"] = average(seconds for seconds, _ in calls) * 1e6 if calls else 0.0
+        row[f"total_{what}"] = sum(row[f"{name}_{what}"] for name in OPS)
+        kernel_s = (average(seconds for _, seconds in calls) for calls in timer.calls.values() if calls)
+        row[f"kernel_{what}"] = sum(kernel_s) * 1e6
     ops_s = sum(seconds for calls in timer.calls.values() for seconds, _ in calls)
     row["step_share"] = ops_s / sum(step_s[WARM_UP_STEPS:])
-    row["total_us"] = sum(row[f"{name}_us"] for name in OPS)
-    row["kernel_us"] = sum(row[f"{name}_kernel_us"] for name in OPS)
     return row
 
 
@@ -223,15 +222,10 @@ def render(rows: list[dict[str, Any]]) -> Table:
 
 
 def render_steps(row: dict[str, Any]) -> Table:
-    table = Table(
-        *OPS,
-        "all four",
-        "kernel",
-        "of the step",
-        title="µs per call in training steps: mean of each step, median of all steps",
-    )
-    figures = (row[f"{name}_us"] for name in (*OPS, "total", "kernel"))
-    table.add_row(*(f"{figure:.0f}" for figure in figures), f"{row['step_share']:.2%}")
+    table = Table("", *OPS, "all four", "kernel", "of the step", title="µs per call in training steps")
+    for label, what, share in (("mean", "us", f"{row['step_share']:.2%}"), ("median", "median_us", "")):
+        figures = (row[f"{name}_{what}"] for name in (*OPS, "total", "kernel"))
+        table.add_row(label, *(f"{figure:.0f}" for figure in figures), share)
     return table
 
 

@@ -17,8 +17,8 @@ The target is less than 30 us per tensor. Run this on an idle machine: with more
 
 With ``--model``, the ops of real training steps are timed. There an op follows matrix products that take many
 milliseconds, and its code and its data are no longer cached, so that it takes many times as long. This is why plans put
-ops in rows: the mean counts the first op of each row, the median is that of an op within a row. The figures do not
-include the time for which `release` and `wait` wait for the disk.
+ops in rows, of which only the first one takes long, so the mean and the median differ. The figures do not include the
+time for which `release` and `wait` wait for the disk.
 """
 
 from __future__ import annotations

@@ -118,10 +118,12 @@ def simulate_within(
     problem: TransferProblem, placements: Placements, *, allowed_s: float, record: bool = False
 ) -> Simulation | None:
     """Simulate, and return None as soon as the exposed time is known to exceed ``allowed_s``."""
-    if problem.recompute_s + sum(_blocked_s(problem, placements)) > allowed_s + ROUNDING * problem.step_s:
+    blocked_s = _blocked_s(problem, placements)
+    least_s = problem.recompute_s + sum(itertools.chain.from_iterable(blocked_s.values()))
+    if least_s > allowed_s + ROUNDING * problem.step_s:
         return None
     give_up_s = allowed_s - problem.recompute_s + ROUNDING * problem.step_s
-    elapsed_s, times = problem.elapsed_s, problem.moving_times
+    elapsed_s = problem.elapsed_s
     channels = _Channels(problem)
     left_s: dict[int, float] = {}
     back_s: dict[int, float] = {}
@@ -136,7 +138,7 @@ def simulate_within(
         idx, began_with_s = movable.idx, delay_s
         now = elapsed_s[at] + delay_s
         if step is Step.OFFLOAD:
-            delay_s += times[idx].out_s if at == movable.offload else times[idx].next_out_s
+            delay_s += blocked_s[idx][0]
             leave = channels.stage if placements[idx].tier == "host" else channels.write
             left_s[idx] = leave(movable, now, elapsed_s[at] + delay_s)
         elif step in _RELEASES:
@@ -148,7 +150,7 @@ def simulate_within(
                 wait_stall_s[idx] = back_s[idx] - now
                 delay_s = back_s[idx] - elapsed_s[at]
         else:
-            delay_s += times[idx].in_s if placements[idx].wait_of(movable) == movable.wait else times[idx].next_in_s
+            delay_s += blocked_s[idx][1]
             bring = channels.unstage if placements[idx].tier == "host" else channels.read
             back_s[idx] = bring(movable, elapsed_s[at] + delay_s)
         if delay_s > give_up_s:
@@ -191,15 +193,17 @@ def _delayed(starts_s: NDArray[np.float64], delays: Sequence[tuple[int, float]])
     return tuple((starts_s + np.array((0.0, *delay_s))[last]).tolist())
 
 
-def _blocked_s(problem: TransferProblem, placements: Placements) -> Iterator[float]:
-    """Compute-stream time of each offloaded storage without stalls."""
-    times = problem.moving_times
+def _blocked_s(problem: TransferProblem, placements: Placements) -> dict[int, tuple[float, float]]:
+    """Compute-stream time of each offloaded storage without stalls: out and back. Ops that were moved are in a row."""
+    found: dict[int, tuple[float, float]] = {}
     for movable in problem.movables:
         placement = placements.get(movable.idx)
         if placement is not None:
-            taken = times[movable.idx]
-            yield taken.out_s if placement.offload_of(movable) == movable.offload else taken.next_out_s
-            yield taken.in_s if placement.wait_of(movable) == movable.wait else taken.next_in_s
+            taken = problem.moving_times[movable.idx]
+            out_s = taken.out_s if placement.offload_of(movable) == movable.offload else taken.next_out_s
+            in_s = taken.in_s if placement.wait_of(movable) == movable.wait else taken.next_in_s
+            found[movable.idx] = out_s, in_s
+    return found
 
 
 def live_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, ...]:

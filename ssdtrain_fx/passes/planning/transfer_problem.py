@@ -209,9 +209,9 @@ class Placement:
     reload: int
     tier: Tier = "ssd"
     offload: int | None = None
-    """None: :attr:`Movable.offload`. Behind it, ops of several storages are in a row."""
+    """None: :attr:`Movable.offload`. At a later position it counts as one that follows another offload in a row."""
     wait: int | None = None
-    """None: :attr:`Movable.wait`. Before it, ops of several storages are in a row."""
+    """None: :attr:`Movable.wait`. At an earlier position it counts as one that follows another wait in a row."""
 
     def offload_of(self, movable: Movable) -> int:
         """Where the offload of ``movable``, whose placement this is, is inserted."""

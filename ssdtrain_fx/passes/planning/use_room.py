@@ -32,12 +32,12 @@ def choose_within_time(problem: TransferProblem, *, max_slowdown: float, floor_b
     """
     alone = reserve_time(problem, _choose(problem, max_slowdown))
     best = gather_ops(problem, alone)
-    saved_s = alone.simulation.exposed_s - best.simulation.exposed_s
-    if saved_s <= WORTH_ASKING * max_slowdown * problem.step_s or best.peak_bytes <= floor_bytes:
+    allowed_s, saved_s = max_slowdown * problem.step_s, alone.simulation.exposed_s - best.simulation.exposed_s
+    if not allowed_s or saved_s <= WORTH_ASKING * allowed_s or best.peak_bytes <= floor_bytes:
         return best
     for share in _larger_shares(problem, max_slowdown, alone, best):
         found = use_room(problem, _choose(problem, share))
-        if found.peak_bytes < best.peak_bytes and found.simulation.exposed_s <= max_slowdown * problem.step_s:
+        if found.peak_bytes < best.peak_bytes and found.simulation.exposed_s <= allowed_s:
             return found
     return best
 

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ssdtrain_fx.machine.reference_rates import FIO_ENGINES
-from ssdtrain_fx.runtime.lanes.aio import READ, WRITE, AioUnavailableError, KernelAio
+from ssdtrain_fx.runtime.lanes.aio.kernel import READ, WRITE, AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.storage.directory import check_directories, file_system_type
 from ssdtrain_fx.runtime.storage.spill_file import SpillFile
 

@@ -45,7 +45,7 @@ from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
-from ssdtrain_fx.runtime.lanes.aio import KernelAio
+from ssdtrain_fx.runtime.lanes.aio.kernel import KernelAio
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.studies import zoo

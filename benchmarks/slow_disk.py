@@ -55,7 +55,7 @@ from ssdtrain_fx.runtime.book.traffic import Direction
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
-from ssdtrain_fx.runtime.lanes.aio import WRITE, KernelAio
+from ssdtrain_fx.runtime.lanes.aio.kernel import WRITE, KernelAio
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.runtime.storage.spill_file import SpillFile

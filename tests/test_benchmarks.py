@@ -19,7 +19,7 @@ import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.runtime import ops
-from ssdtrain_fx.runtime.lanes.aio import AioUnavailableError, KernelAio
+from ssdtrain_fx.runtime.lanes.aio.kernel import AioUnavailableError, KernelAio
 from ssdtrain_fx.studies import zoo
 from ssdtrain_fx.vector_math import settle_vector_math
 

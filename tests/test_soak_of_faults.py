@@ -20,7 +20,7 @@ from engine_steps import KINDS, Steps, resources
 from interrupter import Interrupter
 
 from ssdtrain_fx.errors import ActivationLostError
-from ssdtrain_fx.runtime.lanes.aio import KernelAio
+from ssdtrain_fx.runtime.lanes.aio.kernel import KernelAio
 from ssdtrain_fx.runtime.storage import spill_file
 from ssdtrain_fx.runtime.storage.spill_file import SpillFile
 

@@ -31,7 +31,7 @@ import torch
 from ssdtrain_fx.doctor import probes as doctor_probes
 from ssdtrain_fx.machine.profile_store import profile_directory, profile_key, profile_path, read_profile
 from ssdtrain_fx.machine.system import cpu_model
-from ssdtrain_fx.runtime.lanes.aio import QUEUE_DEPTH
+from ssdtrain_fx.runtime.lanes.aio.kernel import QUEUE_DEPTH
 from ssdtrain_fx.runtime.memory.staging import CUDA_BUDGET_BYTES
 from ssdtrain_fx.runtime.storage.directory import DIRECTORY_VARIABLE, MEMORY_FILE_SYSTEMS, is_network_file_system
 from ssdtrain_fx.units import format_bytes

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio, Trial, TrialError
-from ssdtrain_fx.runtime.lanes.kvikio_io import DeviceFile
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
+from ssdtrain_fx.runtime.lanes.threads.kvikio import DeviceFile
+from ssdtrain_fx.runtime.lanes.threads.kvikio_choice import Kvikio, Trial, TrialError
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
 from ssdtrain_fx.runtime.storage.striped_file import open_spill_file
 

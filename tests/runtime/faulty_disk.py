@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.lanes.aio import WRITE
+from ssdtrain_fx.runtime.lanes.aio.kernel import WRITE
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.storage.spill_file import bytes_done
 

@@ -220,7 +220,7 @@ HANGING = {
         SpillFile.write = lambda *arguments: threading.Event().wait()
     """,
     "aio": """
-        from ssdtrain_fx.runtime.lanes.aio import KernelAio
+        from ssdtrain_fx.runtime.lanes.aio.kernel import KernelAio
         KernelAio.submit = lambda *arguments: True
         KernelAio.close = lambda *arguments: threading.Event().wait()
     """,

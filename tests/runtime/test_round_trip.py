@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.lanes.aio import KernelAio
+from ssdtrain_fx.runtime.lanes.aio.kernel import KernelAio
 from ssdtrain_fx.runtime.lanes.call_sites import CallSite
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.sites import Site

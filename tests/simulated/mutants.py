@@ -33,8 +33,8 @@ class Mutant:
 
 CUDA, ENGINE, LEDGER = "runtime/memory/cuda.py", "runtime/engine.py", "runtime/book/ledger.py"
 READ_AHEAD = "runtime/lanes/read_ahead.py"
-THREADS, LANE, TIER = "runtime/lanes/thread_lane.py", "runtime/lanes/lane.py", "runtime/policy/host_tier.py"
-KVIKIO = "runtime/lanes/kvikio_io.py"
+THREADS, LANE, TIER = "runtime/lanes/threads/thread_lane.py", "runtime/lanes/lane.py", "runtime/policy/host_tier.py"
+KVIKIO = "runtime/lanes/threads/kvikio.py"
 
 COPY_OUT = "test_a_copy_out_starts_after_the_kernel_that_computes_the_tensor"
 OVERWRITTEN = "test_the_memory_of_a_released_tensor_is_overwritten_after_the_copy"

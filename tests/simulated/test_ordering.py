@@ -602,7 +602,7 @@ class _Future:
 
 @contextlib.contextmanager
 def direct(sim: Simulator, ssd_dir: str) -> Iterator[Engine]:
-    from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio
+    from ssdtrain_fx.runtime.lanes.threads.kvikio_choice import Kvikio
 
     drive = Kvikio(_DirectDrive(sim), gds=True)
     config = EngineConfig(ssd_dir=ssd_dir)

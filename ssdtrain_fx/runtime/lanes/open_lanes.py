@@ -20,12 +20,12 @@ from ssdtrain_fx.errors import ConfigError, InternalError
 from ssdtrain_fx.runtime.book.ledger import Ledger
 from ssdtrain_fx.runtime.book.records import Entry
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
-from ssdtrain_fx.runtime.lanes.aio import Aio, AioUnavailableError, KernelAio
-from ssdtrain_fx.runtime.lanes.aio_lane import DIRECT_CHUNK_BYTES, FROM_SOURCE_BYTES, AioLane
-from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
-from ssdtrain_fx.runtime.lanes.kvikio_io import KvikioLane, KvikioMover
+from ssdtrain_fx.runtime.lanes.aio.aio_lane import DIRECT_CHUNK_BYTES, FROM_SOURCE_BYTES, AioLane
+from ssdtrain_fx.runtime.lanes.aio.kernel import Aio, AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.lanes.lane import Lane
-from ssdtrain_fx.runtime.lanes.thread_lane import ThreadLane
+from ssdtrain_fx.runtime.lanes.threads.kvikio import KvikioLane, KvikioMover
+from ssdtrain_fx.runtime.lanes.threads.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
+from ssdtrain_fx.runtime.lanes.threads.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.memory.cuda import CudaMover
 from ssdtrain_fx.runtime.memory.movers import CpuMover
 from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, StagingPool

@@ -38,7 +38,7 @@ from ssdtrain_fx.runtime.storage.spill_file import ChunkFile, SpillFile
 ROW_BYTES = 32 << 20
 """A tensor of this size lies on all drives. A guess: about the saved tensors of one layer."""
 MAX_STRIPE_BYTES = 16 << 20
-"""Longer chunks gain nothing: see ``DIRECT_CHUNK_BYTES`` in :mod:`ssdtrain_fx.runtime.lanes.aio_lane`."""
+"""Longer chunks gain nothing: see ``DIRECT_CHUNK_BYTES`` in :mod:`ssdtrain_fx.runtime.lanes.aio.aio_lane`."""
 MIN_STRIPE_BYTES = 4 << 20
 
 

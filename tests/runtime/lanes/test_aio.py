@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ssdtrain_fx.runtime.lanes import aio as aio_module
-from ssdtrain_fx.runtime.lanes.aio import READ, WRITE, AioUnavailableError, KernelAio
+from ssdtrain_fx.runtime.lanes.aio.kernel import READ, WRITE, AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.memory.staging import StagingBuffer
 
 

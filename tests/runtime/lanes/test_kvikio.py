@@ -14,7 +14,7 @@ from ssdtrain_fx.errors import ActivationLostError, ConfigError
 from ssdtrain_fx.runtime.book.records import Chunk
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.lanes.kvikio_io import KvikioLane
+from ssdtrain_fx.runtime.lanes.threads.kvikio import KvikioLane
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 
 

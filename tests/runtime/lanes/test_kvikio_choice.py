@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from ssdtrain_fx.errors import ConfigError
-from ssdtrain_fx.runtime.lanes.kvikio_choice import (
+from ssdtrain_fx.runtime.lanes.threads.kvikio_choice import (
     Kvikio,
     Trial,
     TrialError,

@@ -36,8 +36,8 @@ from ssdtrain_fx.errors import ActivationLostError
 from ssdtrain_fx.runtime import kvikio_trial
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio
-from ssdtrain_fx.runtime.lanes.kvikio_io import KvikioLane, KvikioMover
+from ssdtrain_fx.runtime.lanes.threads.kvikio_choice import Kvikio
+from ssdtrain_fx.runtime.lanes.threads.kvikio import KvikioLane, KvikioMover
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.storage.spill_file import SpillFile
 

@@ -20,7 +20,7 @@ from ssdtrain_fx.runtime.book.admission import BALANCE_LIMIT_S
 from ssdtrain_fx.runtime.book.traffic import Direction
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.lanes.aio_lane import FROM_SOURCE_BYTES
+from ssdtrain_fx.runtime.lanes.aio.aio_lane import FROM_SOURCE_BYTES
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 
 PAGE = 4096

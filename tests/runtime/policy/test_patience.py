@@ -17,7 +17,7 @@ from runtime_fakes import fetch, offload
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import ActivationLostError, StalledDiskError
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.runtime.lanes.thread_lane import ThreadLane
+from ssdtrain_fx.runtime.lanes.threads.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.policy.patience import Patience
 from ssdtrain_fx.runtime.policy.stalls import Stalls
 

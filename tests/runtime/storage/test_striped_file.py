@@ -13,7 +13,7 @@ from runtime_fakes import MemoryFile, fetch, no_aio, offload
 
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.lanes.aio import AioUnavailableError, KernelAio
+from ssdtrain_fx.runtime.lanes.aio.kernel import AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile, SpillFile
 from ssdtrain_fx.runtime.storage.striped_file import ROW_BYTES, StripedFile, open_spill_file, stripe_bytes_for

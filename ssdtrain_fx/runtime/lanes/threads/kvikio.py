@@ -1,6 +1,6 @@
 """Transfers between GPU memory and the file through KvikIO, direct where GPUDirect Storage is available.
 
-:mod:`ssdtrain_fx.runtime.lanes.kvikio_choice` decides whether it is used.
+:mod:`ssdtrain_fx.runtime.lanes.threads.kvikio_choice` decides whether it is used.
 
 Guarantees:
 
@@ -29,14 +29,15 @@ from torch import Tensor
 
 from ssdtrain_fx.runtime.alignment import round_up
 from ssdtrain_fx.runtime.book.ledger import Ledger
-from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Fill
+from ssdtrain_fx.runtime.book.records import Chunk, Fill
 from ssdtrain_fx.runtime.book.traffic import Direction, Transfer
-from ssdtrain_fx.runtime.lanes.kvikio_choice import Kvikio
-from ssdtrain_fx.runtime.lanes.thread_lane import Task, ThreadLane
+from ssdtrain_fx.runtime.lanes.threads.kvikio_choice import Kvikio
+from ssdtrain_fx.runtime.lanes.threads.thread_lane import ThreadLane
+from ssdtrain_fx.runtime.lanes.threads.transport import Queues, Transport
+from ssdtrain_fx.runtime.lanes.threads.workers import Task
 from ssdtrain_fx.runtime.memory.cuda import CudaMover
-from ssdtrain_fx.runtime.memory.movers import Mark, Region
+from ssdtrain_fx.runtime.memory.movers import Mark, Mover, Region
 from ssdtrain_fx.runtime.memory.staging import StagingPool
-from ssdtrain_fx.runtime.policy.patience import Patience
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
 
 CHUNK_BYTES = 16 << 20
@@ -94,33 +95,21 @@ class KvikioMover(CudaMover):
     enqueues = False
 
 
-class KvikioLane(ThreadLane):
-    """A lane whose chunks go SOURCE -> COPYING -> ON_DISK (or KEPT), without a staging buffer."""
+class KvikioTransport(Transport):
+    """Chunks go SOURCE -> COPYING -> ON_DISK (or KEPT), without a staging buffer."""
 
-    def __init__(self, ledger: Ledger, kvikio: Kvikio, mover: CudaMover, drive_count: int = 1) -> None:
-        super().__init__(ledger, mover, StagingPool(0), thread_count=mover.thread_count * drive_count, checksum=False)
-        self.chunk_bytes = math.gcd(CHUNK_BYTES, ledger.file.stripe_bytes or CHUNK_BYTES)
-        self.staging_bytes = self.planned_staging_bytes = 0
-        self.busy_with = drive_count  # KvikIO has one thread by default
-        self._device_file = DeviceFile(kvikio.module, ledger.file)
-        self.io_path = "KvikIO with GPUDirect Storage" if kvikio.gds else "KvikIO through host memory"
+    def __init__(self, queues: Queues, mover: Mover, device_file: DeviceFile) -> None:
+        super().__init__(queues, mover)
+        self._device_file = device_file
 
-    def _next_copy(self) -> Task | None:
-        while self._copies:
-            chunk = self._copies.popleft()
-            if chunk.state is ChunkState.CANCELLED:
-                continue
-            source = chunk.entry.source
-            assert source is not None
-            chunk.state = ChunkState.COPYING
-            return functools.partial(self._write_directly, chunk, [source])
-        return None
+    def move_out(self, chunk: Chunk, source: Region) -> Task:
+        return functools.partial(self._write_directly, chunk, [source])
 
-    def close(self, patience: Patience) -> bool:
-        over = super().close(patience)
-        if over:
-            self._device_file.close()
-        return over
+    def bring_back(self, fill: Fill, chunk: Chunk, target: Region) -> Task:
+        return functools.partial(self._read_directly, fill, chunk, target)
+
+    def close(self) -> None:
+        self._device_file.close()
 
     def _write_directly(self, chunk: Chunk, sources: list[Region]) -> None:
         transfer = self._begin_after(chunk.entry.ready, Direction.WRITE)
@@ -132,11 +121,11 @@ class KvikioLane(ThreadLane):
                 self._ledger.note_write_error(error)
             self._ledger.tidy()
         with self._ledger.lock:
-            self._end(transfer, chunk, end_s, error)
+            self._ends.transferred(transfer, chunk, end_s, error)
             self._ledger.source_is_safe(chunk)
-            self._trace("write", chunk, began_ns, error)
-            self._written(chunk, kept)
-            self._copied(chunk)
+            self._ends.trace("write", chunk, began_ns, error)
+            self._ends.written(chunk, kept)
+            self._queues.has_left(chunk)
 
     def _save(self, chunk: Chunk, source: Region) -> tuple[OSError | None, Tensor | None, float]:
         """Write ``chunk``. Returns the error, a copy of the bytes if there is an error, and the end of the transfer."""
@@ -150,9 +139,6 @@ class KvikioLane(ThreadLane):
         kept = None if error is None else torch.empty(chunk.length, dtype=torch.uint8).copy_(data)
         return error, kept, end_s
 
-    def _read_from_file(self, fill: Fill, chunk: Chunk, target: Region) -> Task | None:
-        return functools.partial(self._read_directly, fill, chunk, target)
-
     def _read_directly(self, fill: Fill, chunk: Chunk, target: Region) -> None:
         slot = chunk.entry.slot
         assert slot is not None
@@ -162,19 +148,37 @@ class KvikioLane(ThreadLane):
         error = _error_of(self._device_file.read, data, slot.offset_bytes + chunk.start)
         end_s = self._ledger.traffic.clock()
         with self._ledger.lock:
-            self._end(transfer, chunk, end_s, error)
-            self._trace("read", chunk, began_ns, error)
+            self._ends.transferred(transfer, chunk, end_s, error)
+            self._ends.trace("read", chunk, began_ns, error)
             if error is None:
                 self._ledger.counters.bytes_read += chunk.length
             else:
                 fill.fail(error)
-            self._issued(fill, chunk, None, None)
+            self._queues.is_issued(fill, chunk, None, None)
 
     def _begin_after(self, ready: Mark, direction: Direction) -> Transfer:
         """Begin a transfer after the device is ready: the wait for the device says nothing about the disk."""
-        self.mover.wait_host(ready)
+        self._mover.wait_host(ready)
         with self._ledger.lock:
             return self._ledger.traffic.begin(direction)
+
+
+class KvikioLane(ThreadLane):
+    """A lane for CUDA tensors that moves them through KvikIO."""
+
+    def __init__(self, ledger: Ledger, kvikio: Kvikio, mover: CudaMover, drive_count: int = 1) -> None:
+        super().__init__(
+            ledger,
+            mover,
+            StagingPool(0),
+            thread_count=mover.thread_count * drive_count,
+            checksum=False,
+            busy_with=drive_count,  # KvikIO has one thread by default
+            make_transport=functools.partial(KvikioTransport, device_file=DeviceFile(kvikio.module, ledger.file)),
+        )
+        self.chunk_bytes = math.gcd(CHUNK_BYTES, ledger.file.stripe_bytes or CHUNK_BYTES)
+        self.staging_bytes = self.planned_staging_bytes = 0
+        self.io_path = "KvikIO with GPUDirect Storage" if kvikio.gds else "KvikIO through host memory"
 
 
 def _error_of(transfer: Callable[[Tensor, int], None], data: Tensor, offset_bytes: int) -> OSError | None:

@@ -1,6 +1,6 @@
 """A lane for CPU tensors without threads: the ops drive it, and the kernel moves the data (native AIO).
 
-Why: see :mod:`ssdtrain_fx.runtime.lanes.aio`. The file is written directly from the tensor and read directly into the
+Why: see :mod:`ssdtrain_fx.runtime.lanes.aio.kernel`. The file is written directly from the tensor and read directly into the
 tensor that ``reload`` returns. Direct I/O moves whole pages, but tensors start and end anywhere. So the bytes before
 the first page boundary and after the last one stay in memory, and both tensors have the same offset within a page::
 
@@ -33,7 +33,7 @@ Guarantees:
   still held for as long as the kernel may use it.
 
 The next op that waits or needs space notices a transfer that has completed between two ops. It is not needed earlier,
-and where :mod:`ssdtrain_fx.runtime.lanes.aio` cannot read answers from memory, asking for them costs a system call.
+and where :mod:`ssdtrain_fx.runtime.lanes.aio.kernel` cannot read answers from memory, asking for them costs a system call.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES, round_up
 from ssdtrain_fx.runtime.book.ledger import Ledger
 from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Direction, Transfer
-from ssdtrain_fx.runtime.lanes.aio import READ, WRITE, Aio
-from ssdtrain_fx.runtime.lanes.lane import Lane, checksum_error, checksum_of
+from ssdtrain_fx.runtime.lanes.aio.kernel import READ, WRITE, Aio
+from ssdtrain_fx.runtime.lanes.checksums import checksum_error, checksum_of
+from ssdtrain_fx.runtime.lanes.lane import Lane
 from ssdtrain_fx.runtime.memory.movers import CpuMover, Region, keep_bytes
 from ssdtrain_fx.runtime.memory.raw_memory import bytes_at
 from ssdtrain_fx.runtime.memory.staging import StagingBuffer, StagingPool
@@ -163,7 +164,7 @@ class AioLane(Lane):
             self._begin()
 
     def enlist_reads(self, fill: Fill) -> None:
-        self._begin_fill(fill)
+        self._ends.begin_fill(fill)
         if self._has_backlog or fill.entry.busy > len(fill.entry.chunks):  # its write may have completed
             self._reap()
         for chunk in fill.entry.chunks:
@@ -316,9 +317,9 @@ class AioLane(Lane):
             return
         began_ns = time.perf_counter_ns()
         ctypes.memmove(address, self._address_of(chunk), chunk.length)
-        self._count_forwarded(fill, chunk)
-        self._trace("forward", chunk, began_ns)
-        self._read_is_over(fill, chunk)
+        self._ends.forwarded(fill, chunk)
+        self._ends.trace("forward", chunk, began_ns)
+        self._ends.read_is_over(fill, chunk)
 
     def _address_of(self, chunk: Chunk) -> int:
         """The memory that holds the bytes of ``chunk`` while they are not in the file."""
@@ -341,8 +342,8 @@ class AioLane(Lane):
             chunk.checksum = checksum_of(buffer.view[: chunk.length])
         chunk.staging, chunk.state = buffer, ChunkState.STAGED
         self._writes.append(_Transfer(chunk, buffer.address, None, buffer))
-        self._trace("copy", chunk, began_ns)
-        self._trace_levels()
+        self._ends.trace("copy", chunk, began_ns)
+        self._ends.trace_levels()
         entry.uncopied -= 1
         self._ledger.source_is_safe(chunk)
 
@@ -418,7 +419,7 @@ class AioLane(Lane):
             if end_s is None:  # the disk may have been idle since: the rate is a lower bound
                 found_s, busy_with = ledger.traffic.clock(), math.inf
             else:
-                found_s, busy_with = end_s, self.busy_with if transfer.total < BUSY_BYTES else 1
+                found_s, busy_with = end_s, self._ends.busy_with if transfer.total < BUSY_BYTES else 1
             ledger.traffic.end(timed, max(0, result), found_s, busy_with=busy_with)
             if result == transfer.total - transfer.done:
                 self._finish(transfer, None)
@@ -453,8 +454,8 @@ class AioLane(Lane):
                 ledger.note_write_error(error)
             self._leave_memory(transfer)
             if ledger.trace is not None:
-                self._trace("write", chunk, transfer.began_ns, error, asynchronous=True)
-            self._written(chunk, kept)
+                self._ends.trace("write", chunk, transfer.began_ns, error, asynchronous=True)
+            self._ends.written(chunk, kept)
             return
         failure: Exception | None = error
         if error is None:
@@ -471,15 +472,15 @@ class AioLane(Lane):
         else:
             fill.fail(failure)
         if ledger.trace is not None:
-            self._trace("read", chunk, transfer.began_ns, failure, asynchronous=True)
-        self._read_is_over(fill, chunk)
+            self._ends.trace("read", chunk, transfer.began_ns, failure, asynchronous=True)
+        self._ends.read_is_over(fill, chunk)
 
     def _abandon(self, transfer: _Transfer) -> None:
         """Drop a transfer that is no longer needed and has not begun."""
         if transfer.chunk.state is ChunkState.CANCELLED:  # cancelled before it left its tensor: already settled
             return
         if transfer.fill is not None:
-            self._read_is_over(transfer.fill, transfer.chunk)
+            self._ends.read_is_over(transfer.fill, transfer.chunk)
             return
         self._leave_memory(transfer)
         self._ledger.cancel(transfer.chunk)

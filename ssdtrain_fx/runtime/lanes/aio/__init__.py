@@ -1,0 +1,1 @@
+"""Native AIO: the kernel moves CPU tensors, and the ops drive it."""

@@ -1,0 +1,1 @@
+"""Threads that move chunks: through staging buffers, or through KvikIO."""

@@ -18,9 +18,9 @@ from torch import Tensor
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.aio.kernel import WRITE, Aio, AioUnavailableError
-from ssdtrain_fx.runtime.lanes.threads.kvikio_choice import Kvikio
 from ssdtrain_fx.runtime.lanes.lane import Lane
 from ssdtrain_fx.runtime.lanes.open_lanes import Lanes, Parts
+from ssdtrain_fx.runtime.lanes.threads.kvikio_choice import Kvikio
 from ssdtrain_fx.runtime.lanes.threads.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.memory.cuda import CudaMover
 from ssdtrain_fx.runtime.memory.raw_memory import bytes_at

@@ -33,8 +33,9 @@ class Mutant:
 
 CUDA, ENGINE, LEDGER = "runtime/memory/cuda.py", "runtime/engine.py", "runtime/book/ledger.py"
 READ_AHEAD = "runtime/lanes/read_ahead.py"
-THREADS, LANE, TIER = "runtime/lanes/threads/thread_lane.py", "runtime/lanes/lane.py", "runtime/policy/host_tier.py"
-KVIKIO = "runtime/lanes/threads/kvikio.py"
+STAGED, TRANSPORT = "runtime/lanes/threads/staged.py", "runtime/lanes/threads/transport.py"
+STREAMS, KVIKIO = "runtime/lanes/threads/device_streams.py", "runtime/lanes/threads/kvikio.py"
+THREADS, ENDS, TIER = "runtime/lanes/threads/thread_lane.py", "runtime/lanes/ends.py", "runtime/policy/host_tier.py"
 
 COPY_OUT = "test_a_copy_out_starts_after_the_kernel_that_computes_the_tensor"
 OVERWRITTEN = "test_the_memory_of_a_released_tensor_is_overwritten_after_the_copy"
@@ -89,24 +90,24 @@ MUTANTS = [
     Mutant("a_reload_ahead_serves_any_stream", READ_AHEAD, "ahead.stream == lane.mover.stream(device)", "True", "test_a_reload_that_was_begun_ahead_for_another_stream_is_not_used"),
     Mutant("a_tensor_is_ready_before_its_dense_copy", ENGINE, "            moved = movable(source)\n", "            early = lane.mover.mark(x.device)\n            moved = movable(source)\n            mark, lane.mover.mark = lane.mover.mark, lambda _: (setattr(lane.mover, 'mark', mark), early)[1]\n", "test_a_dense_copy_of_a_tensor_with_gaps_is_complete_before_it_leaves"),
     # -- the lane ------------------------------------------------------------------------------------------------------
-    Mutant("a_copy_out_counts_as_over_at_once", THREADS, "            if copied is None:\n                self._has_left(chunk)", "            if True:\n                self._has_left(chunk)", WRITTEN),
-    Mutant("the_device_is_not_followed", THREADS, "                self.mover.wait_host(mark)\n", "", WRITTEN),
-    Mutant("a_copy_in_counts_as_over_at_once", THREADS, "        if mark is None or buffer is None:\n", "        if mark is not None:\n            fill.marks.append(mark)\n        if True:\n", BUFFER),
-    Mutant("the_marks_of_a_reload_are_lost", THREADS, "            fill.marks.append(mark)\n", "", AFTER_WAIT),
-    Mutant("the_target_is_dropped_at_once", THREADS, "            fill.marks.append(mark)\n", "            fill.marks.append(mark)\n            fill.target = None\n", DROPPED, {"waited": False}),
-    Mutant("the_source_is_dropped_at_once", THREADS, "            chunk.staging, chunk.copied, chunk.state = buffer, copied, ChunkState.STAGED\n", "            chunk.staging, chunk.copied, chunk.state = buffer, copied, ChunkState.STAGED\n            self._ledger.drop_source(entry)\n", LATE),
-    Mutant("a_forward_does_not_wait_for_the_copy_out", THREADS, "(fill.ready, copied)", "(fill.ready,)", LATE),
-    Mutant("a_forward_does_not_wait_for_its_target", THREADS, "(fill.ready, copied)", "(copied,)", RELOAD, STAGING),
-    Mutant("a_read_does_not_wait_for_its_target", THREADS, "chunk.start, chunk.length, (fill.ready,))\n        with self._ledger.lock:", "chunk.start, chunk.length, ())\n        with self._ledger.lock:", RELOAD, MEMORY),
-    Mutant("a_staged_read_does_not_wait_for_its_target", THREADS, "mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready,))", "mark = self.mover.copy_in(buffer, target, chunk.start, chunk.length, ())", RELOAD, FILE),
-    Mutant("a_forward_does_not_use_its_buffer", THREADS, "                    chunk.staging.users += 1\n", "                    pass\n", WRITTEN_BUFFER),
-    Mutant("dropped_staging_is_lost", THREADS, "        assert buffer is not None\n        self.pool.drop_user(buffer)\n\n    # -- tasks", "        assert buffer is not None\n\n    # -- tasks", BACK),
-    Mutant("the_buffer_of_a_cancelled_write_is_lost", THREADS, "            chunk.staging = None\n            self.pool.drop_user(buffer)\n", "            chunk.staging = None\n", BACK),
-    Mutant("the_buffer_of_a_read_is_lost", LANE, "            self.pool.drop_user(buffer)\n", "            pass\n", BACK),
-    Mutant("dead_bytes_are_held", THREADS, "if chunk.entry.host and not chunk.entry.unneeded_on_disk:", "if chunk.entry.host:", "test_a_tensor_that_dies_on_its_way_is_not_held"),
-    Mutant("a_demoted_chunk_is_not_counted", THREADS, "            self._ledger.demote(chunk)\n", "", HOST),
-    Mutant("forgotten_chunks_stay_in_staging", THREADS, "            self._drop_from_staging(chunk)\n        if chunks:", "            pass\n        if chunks:", BACK),
-    Mutant("buffers_are_freed_while_the_device_copies", THREADS, "        if not self._join([stream.thread for stream in self._streams.values()], patience):\n            return False\n", "", "test_close_waits_for_the_copies_that_the_device_still_makes"),
+    Mutant("a_copy_out_counts_as_over_at_once", STAGED, "            if copied is None:\n", "            if True:\n", WRITTEN),
+    Mutant("the_device_is_not_followed", STREAMS, "                self._mover.wait_host(mark)\n", "", WRITTEN),
+    Mutant("a_copy_in_counts_as_over_at_once", TRANSPORT, "        if mark is None or buffer is None:\n", "        if mark is not None:\n            fill.marks.append(mark)\n        if True:\n", BUFFER),
+    Mutant("the_marks_of_a_reload_are_lost", TRANSPORT, "            fill.marks.append(mark)\n", "", AFTER_WAIT),
+    Mutant("the_target_is_dropped_at_once", TRANSPORT, "            fill.marks.append(mark)\n", "            fill.marks.append(mark)\n            fill.target = None\n", DROPPED, {"waited": False}),
+    Mutant("the_source_is_dropped_at_once", STAGED, "            chunk.staging, chunk.copied, chunk.state = buffer, copied, ChunkState.STAGED\n", "            chunk.staging, chunk.copied, chunk.state = buffer, copied, ChunkState.STAGED\n            self._ledger.drop_source(entry)\n", LATE),
+    Mutant("a_forward_does_not_wait_for_the_copy_out", STAGED, "(fill.ready, copied)", "(fill.ready,)", LATE),
+    Mutant("a_forward_does_not_wait_for_its_target", STAGED, "(fill.ready, copied)", "(copied,)", RELOAD, STAGING),
+    Mutant("a_read_does_not_wait_for_its_target", TRANSPORT, "chunk.start, chunk.length, (fill.ready,))\n        with self._ledger.lock:", "chunk.start, chunk.length, ())\n        with self._ledger.lock:", RELOAD, MEMORY),
+    Mutant("a_staged_read_does_not_wait_for_its_target", STAGED, "mark = self._mover.copy_in(buffer, target, chunk.start, chunk.length, (fill.ready,))", "mark = self._mover.copy_in(buffer, target, chunk.start, chunk.length, ())", RELOAD, FILE),
+    Mutant("a_forward_does_not_use_its_buffer", STAGED, "            chunk.staging.users += 1\n", "            pass\n", WRITTEN_BUFFER),
+    Mutant("dropped_staging_is_lost", STAGED, "        assert buffer is not None\n        self._pool.drop_user(buffer)\n\n    def _is_staged", "        assert buffer is not None\n\n    def _is_staged", BACK),
+    Mutant("the_buffer_of_a_cancelled_write_is_lost", STAGED, "            chunk.staging = None\n            self._pool.drop_user(buffer)\n", "            chunk.staging = None\n", BACK),
+    Mutant("the_buffer_of_a_read_is_lost", ENDS, "            self._pool.drop_user(buffer)\n", "            pass\n", BACK),
+    Mutant("dead_bytes_are_held", STAGED, "if chunk.entry.host and not chunk.entry.unneeded_on_disk:", "if chunk.entry.host:", "test_a_tensor_that_dies_on_its_way_is_not_held"),
+    Mutant("a_demoted_chunk_is_not_counted", STAGED, "            self._ledger.demote(chunk)\n", "", HOST),
+    Mutant("forgotten_chunks_stay_in_staging", STAGED, "            self._drop_from_staging(chunk)\n        if chunks:", "            pass\n        if chunks:", BACK),
+    Mutant("buffers_are_freed_while_the_device_copies", THREADS, "        if not self._streams.drain(patience):\n            return False\n", "", "test_close_waits_for_the_copies_that_the_device_still_makes"),
     # -- the host tier -------------------------------------------------------------------------------------------------
     Mutant("a_chunk_that_was_taken_stays_ahead", TIER, "        chunks.remove(chunk)\n", "        pass\n", BACK),
     Mutant("chunks_ahead_are_not_forgotten", TIER, "return held + ahead", "return held", BACK),

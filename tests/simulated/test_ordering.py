@@ -41,9 +41,10 @@ class _Setup:
         self.out: torch.Stream = streams.out
         self.back: torch.Stream = streams.back
         with engine._ledger.lock:
-            self.lane._start_threads()
+            workers = self.lane._workers
+            workers.start()
         # A thread that starts takes a copy that the training thread would begin otherwise.
-        until(lambda: len(self.lane._work._waiters) == self.lane._thread_count)
+        until(lambda: len(workers._work._waiters) == workers.count)
 
     def on_disk(self, value: float) -> Any:
         """The owner of a tensor of 4096 bytes that is in the file and nowhere else."""

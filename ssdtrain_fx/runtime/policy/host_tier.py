@@ -18,8 +18,8 @@ Guarantees:
 * A wrong guess costs time, never data.
 * Nothing here keeps an entry after the last token of its run has died.
 
-All methods need the ledger's lock. This module only does the bookkeeping; :mod:`ssdtrain_fx.runtime.lanes.threads.thread_lane`
-moves the data.
+All methods need the ledger's lock. This module only does the bookkeeping;
+:mod:`ssdtrain_fx.runtime.lanes.threads.staged` moves the data.
 """
 
 from __future__ import annotations

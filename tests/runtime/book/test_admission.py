@@ -453,7 +453,7 @@ def test_the_threads_time_their_transfers(clock: HandClock) -> None:
     file = SlowFile(clock)
     file.write_s, file.read_s = 1.0, 2.0
     with engine_on(file, max_stall_share=None) as engine:
-        engine._lanes.of("cpu").busy_with = 1  # one thread or both may be transferring
+        engine._lanes.of("cpu")._ends.busy_with = 1  # one thread or both may be transferring
         x = X.clone()
         token = engine.release(engine.offload(x, "x"), x)
         engine.wait_until_idle()

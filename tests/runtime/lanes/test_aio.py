@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdtrain_fx.runtime.lanes import aio as aio_module
+from ssdtrain_fx.runtime.lanes.aio import kernel
 from ssdtrain_fx.runtime.lanes.aio.kernel import READ, WRITE, AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.memory.staging import StagingBuffer
 
@@ -21,7 +21,7 @@ from ssdtrain_fx.runtime.memory.staging import StagingBuffer
 def aio(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelAio]:
     """Answers come from the ring where its layout is known, or from system calls as on other machines."""
     if request.param == "calls":
-        monkeypatch.setattr(aio_module, "RING_MAGIC", 0)
+        monkeypatch.setattr(kernel, "RING_MAGIC", 0)
     try:
         aio = KernelAio(4)
     except AioUnavailableError as reason:

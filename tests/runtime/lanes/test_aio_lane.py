@@ -16,8 +16,8 @@ from runtime_fakes import FakeAio, MemoryFile, engine_on, fetch, no_aio, offload
 from ssdtrain_fx.errors import ActivationLostError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.lanes.aio.kernel import READ, WRITE
 from ssdtrain_fx.runtime.lanes.aio.aio_lane import AioLane
+from ssdtrain_fx.runtime.lanes.aio.kernel import READ, WRITE
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 
 X = torch.arange(1536)  # 3 chunks of 4096 bytes
@@ -227,7 +227,7 @@ def test_a_thread_that_comes_too_late_for_the_last_answer_is_woken(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(lane, "_reaper", Reaper())
+            patch.setattr(lane._requests, "_reaper", Reaper())
             if interrupted:
                 patch.setattr(file.aio, "reap", interrupt)
             with contextlib.suppress(KeyboardInterrupt):

@@ -14,8 +14,8 @@ from ssdtrain_fx.errors import ActivationLostError, ConfigError
 from ssdtrain_fx.runtime.book.records import Chunk
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.lanes.threads.kvikio import KvikioLane
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
+from ssdtrain_fx.runtime.lanes.threads.kvikio import KvikioLane
 
 
 class FakeFuture:
@@ -123,8 +123,8 @@ def test_no_thread_holds_a_tensor_that_has_left(
     with KvikioStandInEngine(EngineConfig(ssd_dir=str(tmp_path)), kvikio, cuda) as engine:
         lane = engine._lanes.of("cpu")
         assert isinstance(lane, KvikioLane)
-        copied = lane._copied
-        monkeypatch.setattr(lane, "_copied", let_go)
+        copied = lane._queues.has_left
+        monkeypatch.setattr(lane._queues, "has_left", let_go)
         token = engine.offload(x, "x")
         del x
         cuda.finish_all()

@@ -147,7 +147,7 @@ with DeviceEngine(EngineConfig(ssd_dir=directories)) as engine:
     else:
         raise AssertionError("lost bytes came back")
     lane = engine._lanes.by_type["cpu"]
-    lane._device_file._handles[descriptor].close()  # KvikIO's handle
+    lane._transport._device_file._handles[descriptor].close()  # KvikIO's handle
     other = offload(engine, x.clone())
     assert torch.equal(fetch(engine, other, x), x)
     assert engine.statistics().kept_bytes == x.nbytes

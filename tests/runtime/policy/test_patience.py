@@ -17,7 +17,7 @@ from runtime_fakes import fetch, offload
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import ActivationLostError, StalledDiskError
 from ssdtrain_fx.runtime.config import EngineConfig
-from ssdtrain_fx.runtime.lanes.threads.thread_lane import ThreadLane
+from ssdtrain_fx.runtime.lanes.threads.staged import StagedTransport
 from ssdtrain_fx.runtime.policy.patience import Patience
 from ssdtrain_fx.runtime.policy.stalls import Stalls
 
@@ -127,18 +127,18 @@ def test_what_is_over_when_the_time_is_counts(tmp_path: Path, monkeypatch: pytes
     release begins to wait."""
     disk = FaultyDisk(Fault("write", 0, Hang()))
     may_leave = threading.Event()
-    copy_out, wait_for_progress = ThreadLane._copy_out, Stalls.wait_for_progress
+    copy_out, wait_for_progress = StagedTransport._copy_out, Stalls.wait_for_progress
 
-    def copy_out_later(lane: ThreadLane, *arguments: Any) -> None:
+    def copy_out_later(transport: StagedTransport, *arguments: Any) -> None:
         assert may_leave.wait(30)
-        copy_out(lane, *arguments)
+        copy_out(transport, *arguments)
 
     def wait_later(stalls: Stalls, *arguments: Any) -> None:
         may_leave.set()
         assert disk.hanging.wait(30)
         wait_for_progress(stalls, *arguments)
 
-    monkeypatch.setattr(ThreadLane, "_copy_out", copy_out_later)
+    monkeypatch.setattr(StagedTransport, "_copy_out", copy_out_later)
     monkeypatch.setattr(Stalls, "wait_for_progress", wait_later)
     with disk.engine("threads", str(tmp_path)) as engine:
         x = X[:512].clone()

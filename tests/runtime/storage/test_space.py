@@ -217,7 +217,7 @@ def test_an_engine_leaves_the_reserve_and_resumes(
         full = engine.statistics()
         assert (full.bytes_written, full.kept_bytes) == (0, 3 * original.nbytes)
         # Chunks may come out of order, and then less room is asked for again.
-        threads = engine._lanes.by_type["cpu"].busy_with
+        threads = engine._lanes.by_type["cpu"]._ends.busy_with
         assert set(disk.calls) == {"statvfs"}
         assert disk.calls["statvfs"] <= threads
         (warning,) = [record.getMessage() for record in caplog.records]

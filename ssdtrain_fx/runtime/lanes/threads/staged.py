@@ -1,7 +1,7 @@
 """Chunks move through staging buffers, or from the file straight into CPU tensors.
 
-On a GPU, staging is a tier between the device and the file: :mod:`ssdtrain_fx.runtime.policy.host_tier` says which bytes
-stay there, and which are read into it before they are requested.
+On a GPU, staging is a tier between the device and the file: :mod:`ssdtrain_fx.runtime.policy.host_tier` says which
+bytes stay there, and which are read into it before they are requested.
 
 Guarantees:
 

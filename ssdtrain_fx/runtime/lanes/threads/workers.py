@@ -1,7 +1,7 @@
 """The I/O threads of one lane.
 
-They are daemons, and start with the first chunk. Each op wakes only one thread, because every wake-up takes the GIL from
-the training thread. A thread that takes a task and leaves others wakes the next one.
+They are daemons, and start with the first chunk. Each op wakes only one thread, because every wake-up takes the GIL
+from the training thread. A thread that takes a task and leaves others wakes the next one.
 """
 
 from __future__ import annotations

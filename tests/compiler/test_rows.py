@@ -70,6 +70,17 @@ def test_ops_are_in_the_rows_of_the_plan() -> None:
         assert len(rows) <= len(positions) <= len(plan.offloaded) // 2, (op, rows, positions)
 
 
+def test_an_offload_stays_in_its_row_although_its_tensor_is_ready_earlier() -> None:
+    """Inductor would run it right after the kernel that computes the tensor."""
+    model, batches = small_model("gpt2")
+    plan = ssdtrain_fx.explain(model, *batches[0], config=ROWS).graphs[0].plan
+    positions = {storage.decision.offload for storage in plan.offloaded}
+    forward, _ = generated_code(model, *batches[0], compiler=ROWS)
+    rows = rows_of(forward, "ssdtrain_offload")
+    assert sum(rows) == len(plan.offloaded)
+    assert len(rows) == len(positions) <= len(plan.offloaded) // 2, (rows, positions)
+
+
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_ops_in_rows_change_no_bit(name: str) -> None:
     model, batches = small_model(name)

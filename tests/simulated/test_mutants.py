@@ -38,6 +38,6 @@ def test_mutant_is_noticed(mutant: Mutant, forking_process: DeviceProcess, tmp_p
     arguments = {"ssd_dir": str(tmp_path), **mutant.arguments}
     failure = forking_process.run("test_ordering", mutant.test, arguments, tmp_path)
     assert failure is not None, f"{mutant.test} does not notice {mutant.name}"
-    assert failure.startswith("Traceback"), failure  # the test has failed; nothing has died or hung
+    assert "Traceback (most recent call last)" in failure, failure  # the test has failed; nothing has died or hung
     for word in ("ImportError", "SyntaxError", "IndentationError", "NameError", "AttributeError"):
         assert word not in failure, failure

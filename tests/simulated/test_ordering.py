@@ -73,9 +73,11 @@ def setup(ssd_dir: str, *, file: MemoryFile | None = None, buffers: int = 64, **
     file = file or MemoryFile()
     config = EngineConfig(ssd_dir=ssd_dir, io="posix", host_budget_bytes=buffers * BYTES, **options)
     with Engine(config, Parts(open_file=lambda _: file, chunk_bytes=BYTES)) as engine:
-        yield _Setup(engine, file)
-        file.writes_may_go_on.set()
-        file.reads_may_go_on.set()
+        try:
+            yield _Setup(engine, file)
+        finally:  # otherwise the engine could not close after a failed assertion
+            file.writes_may_go_on.set()
+            file.reads_may_go_on.set()
 
 
 def comes_true(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
@@ -304,6 +306,9 @@ def test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do(sim: Simu
         def cudaHostRegister(self, *_: object) -> int:
             return 2
 
+        def cudaHostUnregister(self, *_: object) -> int:
+            return 2
+
     with setup(ssd_dir) as s:
         s.lane.mover._cuda = type("Cuda", (), {**vars(torch.cuda), "cudart": staticmethod(Refuses)})
         x = full(1.0)
@@ -499,6 +504,14 @@ def test_every_staging_buffer_comes_back(sim: Simulator, ssd_dir: str) -> None:
                 torch.cuda.synchronize()
                 s.engine.wait_until_idle()
                 until(lambda: s.lane.pool.used_bytes == 0)
+        owners = [s.engine.offload(full(float(order)), f"y{order}", reload_order=order) for order in range(8)]
+        s.engine.wait_until_idle()
+        assert values(s.fetch(owners[0])) == {0.0}
+        s.engine.wait_until_idle()
+        assert s.lane.pool.used_bytes > 0  # read ahead
+        owners.clear()
+        s.engine.statistics()
+        until(lambda: s.lane.pool.used_bytes == 0)
         owner = s.on_disk(3.0)
         file.read_error = lambda index: OSError(5, "broken")
         with pytest.raises(ActivationLostError):

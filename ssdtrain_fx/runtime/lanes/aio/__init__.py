@@ -1,1 +1,1 @@
-"""Native AIO: the kernel moves CPU tensors, and the ops drive it."""
+"""Requests: the kernel moves CPU tensors by native AIO, and the ops drive it."""

@@ -1,1 +1,1 @@
-"""Threads that move chunks: through staging buffers, or through KvikIO."""
+"""Threads: move chunks through a transport, which is staging or KvikIO."""

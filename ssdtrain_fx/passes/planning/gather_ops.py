@@ -7,8 +7,8 @@ offload waits for the next ones, a wait comes with the wait before it, and relea
     planned     n1 |offload a| n2 |offload b| n3 |release a| n4 |release b| n5 |offload c| ...
     gathered    n1             n2 |offload a, b| n3          n4             n5 |release a, b, offload c, d| ...
 
-Storages stay in memory a little longer for it, where memory is available: up to the share of the peak that reserves of
-time may fill, too. Neither the peak nor the exposed time rises.
+Storages stay in memory a little longer for it, where memory is available: up to ``ROOM_SHARE`` of the peak. Neither the
+peak nor the exposed time rises.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdtrain_fx.passes.planning.place_transfers import SSD_SPEEDUPS, Choice
-from ssdtrain_fx.passes.planning.reserve_time import ROOM_SHARE
 from ssdtrain_fx.passes.planning.simulate import simulate
 from ssdtrain_fx.passes.planning.transfer_problem import Placement, TransferProblem
 
+ROOM_SHARE = 0.95
+"""Rows fill at most this share of the peak, so that a tensor that leaves a little later does not raise it."""
 MOST_IN_ROW = (8, 4, 2)
 """Rows of at most so many storages are tried. Each further storage saves less, and longer rows take more memory."""
 
@@ -110,6 +111,11 @@ class _Half:
             following = bisect.bisect_left(stands, self.inner[one])
             if following < len(stands):
                 self._hold({one: stands[following]})
+        row: list[int] = []
+        for one in sorted(range(len(self.inner)), key=self.inner.__getitem__):
+            if not (len(row) < most and self._hold(dict.fromkeys(row, self.inner[one]))):
+                row = []
+            row.append(one)
 
     def _extend(self, row: list[int], one: int) -> bool:
         """Add ``one`` to ``row``, whose transfers then begin where its own begins, if there is memory for it."""
@@ -127,7 +133,7 @@ class _Half:
 
     def _hold(self, until: dict[int, int]) -> bool:
         """Move inner ops inwards to these positions if there is memory for all of them."""
-        if max(until.values()) > self.last:
+        if max(until.values(), default=0) > self.last:
             return False
         longer = [(one, self.inner[one], position) for one, position in until.items() if position > self.inner[one]]
         for one, begin, end in longer:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from problems import transfer_problems
 
 from ssdtrain_fx.hardware import Hardware
-from ssdtrain_fx.passes.planning.gather_ops import gather_ops
+from ssdtrain_fx.passes.planning.gather_ops import ROOM_SHARE, gather_ops
 from ssdtrain_fx.passes.planning.place_transfers import SSD_SPEEDUPS, Choice, place
-from ssdtrain_fx.passes.planning.reserve_time import ROOM_SHARE
 from ssdtrain_fx.passes.planning.simulate import ROUNDING, simulate, simulate_within
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, TransferProblem
 from ssdtrain_fx.testing import toy_hardware
@@ -29,7 +28,7 @@ COSTS = {"copies_block_compute": True, "offload_s": 0.1, "reload_s": 0.1, "next_
 def problem(*movables: Movable, live_bytes: int = 0, at: int = 9, **hardware: float | None) -> TransferProblem:
     """Twenty nodes: forward is 0 to 8, the marker is 9. ``live_bytes`` are live ``at`` one position besides."""
     fixed = [1] * 20
-    fixed[9] = 125  # rows may fill memory up to 100
+    fixed[9] = 112  # rows may fill memory up to 100
     fixed[at] += live_bytes
     return TransferProblem(
         node_s=(1.0,) * 20,
@@ -69,6 +68,13 @@ def test_releases_and_reloads_go_to_where_the_next_row_is() -> None:
     found = gather(problem(A, B, C, live_bytes=90, at=5))
     assert [found[idx].offload for idx in range(3)] == [2, 2, 5]
     assert [found[idx].release for idx in range(3)] == [5, 5, 6]
+
+
+def test_releases_and_reloads_form_rows_of_their_own() -> None:
+    """There is no room for all three at 6. A and B may stay until C leaves, which is after the last row of offloads."""
+    found = gather(problem(A, B, C, live_bytes=97, at=6))
+    assert [found[idx].offload for idx in range(3)] == [2, 2, 5]
+    assert [found[idx].release for idx in range(3)] == [6, 6, 6]
 
 
 @pytest.mark.parametrize("at", [3, 4])

@@ -18,7 +18,7 @@ from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.function_names import cache_name
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.machine.automatic_budget import automatic_budget, trained_parameter_bytes
-from ssdtrain_fx.machine.memory_limit import read_device_memory, read_memory_limit
+from ssdtrain_fx.memory_limit import read_device_memory, read_memory_limit
 from ssdtrain_fx.option_checks import (
     as_functions,
     as_paths,

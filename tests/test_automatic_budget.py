@@ -19,7 +19,7 @@ from test_training_loops import Tower
 
 from ssdtrain_fx import OffloadConfig, backend, config, explain
 from ssdtrain_fx.compiler.inductor import OffloadPartitioner
-from ssdtrain_fx.machine.memory_limit import MemoryLimit
+from ssdtrain_fx.memory_limit import MemoryLimit
 from ssdtrain_fx.passes.policy import Budget, Costs, Decision, StepAnalysis
 from ssdtrain_fx.studies.limited_process import KINDS, TOUCH, LimitedRun, NotEnforced, find_kind, run_limited, why_not
 
@@ -57,7 +57,7 @@ AUTO = """
 import json, logging, sys
 import torch
 from ssdtrain_fx import OffloadConfig, backend, explain, statistics
-from ssdtrain_fx.machine.memory_limit import read_memory_limit
+from ssdtrain_fx.memory_limit import read_memory_limit
 from ssdtrain_fx.testing import toy_hardware
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ssdtrain_fx.machine.memory_limit import MemoryLimit
+from ssdtrain_fx.memory_limit import MemoryLimit
 from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.units import format_bytes
 

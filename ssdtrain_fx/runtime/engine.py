@@ -46,6 +46,7 @@ from ssdtrain_fx.runtime.memory.movers import Region
 from ssdtrain_fx.runtime.policy.external_tensors import Content, ExternalTensors, content_of
 from ssdtrain_fx.runtime.policy.graph_runs import GraphRuns
 from ssdtrain_fx.runtime.policy.residents import Residents
+from ssdtrain_fx.runtime.policy.room import Room
 from ssdtrain_fx.runtime.policy.stalls import Stalls
 from ssdtrain_fx.runtime.shield import is_mine
 from ssdtrain_fx.runtime.sites import Site
@@ -74,7 +75,8 @@ class Engine:
         clock = parts.clock
         self._ledger = Ledger(file, Admission(config.max_stall_share, clock), Traffic(clock))
         self._lanes = Lanes(config, parts, self._ledger, directories)
-        self._stalls = Stalls(self._ledger, config.io_timeout_s, clock, self._lanes.describe_transfers)
+        self._room = Room(parts.read_memory_limit)
+        self._stalls = Stalls(self._ledger, config.io_timeout_s, clock, self._room, self._lanes.describe_transfers)
         self._runs = GraphRuns(self._ledger)
         self._read_ahead = ReadAhead(self._ledger, self._lanes, self._runs)
         self._residents = Residents(self._ledger)
@@ -102,7 +104,7 @@ class Engine:
 
         ``out_s`` is the planned time from ``offload`` to ``release``, and ``back_s`` that from ``reload`` to ``wait``;
         None: unknown. ``stall_s`` of both together is planned waiting. If moving ``x`` would stall the step for longer,
-        and by more than the configuration allows, ``x`` stays in memory.
+        and by more than the configuration allows, ``x`` stays in memory if the memory limit of the process leaves room.
 
         ``graph_name`` is the name of the graph within a chain of graphs. An ``external`` tensor comes from outside the
         graph and its caller holds it: if another graph has already offloaded the same bytes from the same CPU memory,
@@ -155,7 +157,7 @@ class Engine:
             if unplanned_s:  # earlier transfers may have finished unnoticed
                 lane.make_progress()
                 unplanned_s = self._stalls.predict_s(lane, entry, site.out_s, site.back_s)
-            moves = byte_count == 0 or ledger.admission.admits(unplanned_s)
+            moves = byte_count == 0 or ledger.admission.admits(unplanned_s) or not self._room.has(entry)
             if site.graph_name:
                 self._runs.add(entry, handle, site.graph_name)
             if moves:

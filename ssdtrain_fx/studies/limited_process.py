@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from ssdtrain_fx.machine.memory_limit import V1, V2, CgroupVersion, find_cgroups
+from ssdtrain_fx.memory_limit import V1, V2, CgroupVersion, find_cgroups
 
 TOUCH = "import sys\nmemory = bytearray(int(sys.argv[1]))\nmemory[::4096] = b'x' * len(memory[::4096])\n"
 """Touches as many bytes as its argument says."""

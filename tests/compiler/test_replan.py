@@ -22,7 +22,7 @@ from ssdtrain_fx.compiler.replan import (
     ReplanningStep,
     has_static_shapes,
 )
-from ssdtrain_fx.machine.memory_limit import MemoryLimit
+from ssdtrain_fx.memory_limit import MemoryLimit
 from ssdtrain_fx.testing import assert_same_bits, gradients_of
 
 PLANNED = FAST_DISK.write.bytes_per_s

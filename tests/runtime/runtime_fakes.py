@@ -211,7 +211,16 @@ def open_engine(file: MemoryFile, config: EngineConfig, clock: Clock = time.perf
     if file.cuda is not None:
         return StandInEngine(config, file, file.cuda, clock=clock)
     file.aio = FakeAio(file)
-    return Engine(config, Parts(open_file=lambda _: file, open_aio=lambda: file.aio, chunk_bytes=4096, clock=clock))
+    return Engine(
+        config,
+        Parts(
+            open_file=lambda _: file,
+            open_aio=lambda: file.aio,
+            chunk_bytes=4096,
+            clock=clock,
+            read_memory_limit=lambda: None,
+        ),
+    )
 
 
 def offload(
@@ -364,4 +373,5 @@ class StandInEngine(Engine):
             mover = CudaMover(cuda)
             return ThreadLane(lanes.ledger, mover, self.pool, thread_count=thread_count, checksum=config.checksum)
 
-        super().__init__(config, Parts(open_file=lambda _: file, make_lane=make_lane, clock=clock), handles=handles)
+        parts = Parts(open_file=lambda _: file, make_lane=make_lane, clock=clock, read_memory_limit=lambda: None)
+        super().__init__(config, parts, handles=handles)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ssdtrain_fx.errors import ConfigError, InternalError
+from ssdtrain_fx.memory_limit import MemoryLimit, read_memory_limit
 from ssdtrain_fx.runtime.book.ledger import Ledger
 from ssdtrain_fx.runtime.book.records import Entry
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
@@ -61,6 +62,8 @@ class Parts:
     """Native AIO writes tensors of at least this size without staging."""
     clock: Clock = time.perf_counter
     """Returns seconds."""
+    read_memory_limit: Callable[[], MemoryLimit | None] = read_memory_limit
+    """Asked before a tensor stays in memory to save time."""
 
     def open(self, config: EngineConfig, directories: Sequence[str]) -> ChunkFile:
         """The spill file. Raises ConfigError if ``config`` asks for a path that this machine does not have."""

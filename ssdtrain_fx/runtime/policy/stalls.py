@@ -16,6 +16,7 @@ from ssdtrain_fx.runtime.book.ledger import Ledger
 from ssdtrain_fx.runtime.book.records import Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Direction
 from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Clock, Patience
+from ssdtrain_fx.runtime.policy.room import Room
 
 
 class Lane(Protocol):
@@ -32,11 +33,15 @@ class Stalls:
     """The stalls of one engine. Methods whose name begins with "wait" are called without the ledger's lock, the others
     need it. Why: see :mod:`ssdtrain_fx.runtime.book.changes`."""
 
-    def __init__(self, ledger: Ledger, timeout_s: float | None, clock: Clock, describe: Callable[[], str]) -> None:
-        """``timeout_s`` is ``io_timeout_s``; ``describe`` says what is queued and in flight."""
+    def __init__(
+        self, ledger: Ledger, timeout_s: float | None, clock: Clock, room: Room, describe: Callable[[], str]
+    ) -> None:
+        """``timeout_s`` is ``io_timeout_s``; ``room`` says which tensors may stay, and ``describe`` what is queued and
+        in flight."""
         self._ledger = ledger
         self._timeout_s = timeout_s
         self._clock = clock
+        self._room = room
         self._describe = describe
 
     def predict_s(self, lane: Lane, entry: Entry, out_s: float | None, back_s: float | None) -> float:
@@ -56,7 +61,8 @@ class Stalls:
         return stall_s
 
     def wait_until_copied(self, lane_of: Callable[[Entry], Lane], entry: Entry, awaited: Sequence[Entry]) -> None:
-        """Wait until the ``awaited`` have left their tensors. If that takes too long, ``entry`` stays in memory."""
+        """Wait until the ``awaited`` have left their tensors. If that takes too long, ``entry`` stays in memory,
+        provided there is room."""
         ledger = self._ledger
         with ledger.lock, ledger.change:
             start_s = self._clock()
@@ -69,6 +75,8 @@ class Stalls:
                 if entry.fills or entry.ahead is not None:  # a reload that comes before the end of the release
                     limit_s = math.inf
                 slow = next((other for other in awaited if other.uncopied), None)
+                if slow is not None and limit_s <= passed_s and entry.uncopied and not self._room.has(entry):
+                    limit_s = math.inf
                 if slow is None or passed_s >= limit_s:
                     if slow is not None and entry.uncopied:
                         ledger.stay(entry)

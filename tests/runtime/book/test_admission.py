@@ -15,6 +15,7 @@ import torch
 from runtime_fakes import FakeCuda, MemoryFile, fetch, open_engine
 from torch import Tensor
 
+from ssdtrain_fx.memory_limit import MemoryLimit
 from ssdtrain_fx.runtime.book.admission import BALANCE_LIMIT_S, MIN_STALL_SHARE, Admission
 from ssdtrain_fx.runtime.book.ledger import Ledger
 from ssdtrain_fx.runtime.book.records import Entry, Fill
@@ -23,6 +24,7 @@ from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.handles.tickets import Tickets
+from ssdtrain_fx.runtime.policy.room import Room
 from ssdtrain_fx.runtime.policy.stalls import Stalls
 
 CHUNK_BYTES = 4096
@@ -295,6 +297,58 @@ def test_a_release_waits_for_as_long_as_stalls_are_allowed(file: SlowFile) -> No
         assert torch.equal(fetch(engine, token, X), X)
 
 
+# -- the memory limit of the process -----------------------------------------------------------------------------------
+
+
+def leave(engine: Engine, left_bytes: int, limit_bytes: int = 100 * X.nbytes) -> None:
+    """Let the limit of the process leave ``left_bytes``."""
+    limit = MemoryLimit(limit_bytes=limit_bytes, used_bytes=limit_bytes - left_bytes, source="test")
+    engine._room._read_limit = lambda: limit
+
+
+@pytest.mark.parametrize(("left_bytes", "stays"), [(11 * X.nbytes, True), (11 * X.nbytes - 1, False)])
+def test_a_tensor_stays_only_if_a_tenth_of_the_limit_is_left(file: SlowFile, left_bytes: int, stays: bool) -> None:
+    with engine_on(file) as engine:
+        engine._ledger.admission.admits = lambda stall_s: False  # type: ignore[method-assign]
+        leave(engine, left_bytes)
+        x = X.clone()
+        token = engine.release(engine.offload(x, "x"), x)
+        x.fill_(1)
+        assert torch.equal(fetch(engine, token, X), X)
+        assert engine.statistics().kept_for_time == stays
+
+
+def test_tensors_of_other_devices_may_stay() -> None:
+    """The limit is that of host memory."""
+    full = MemoryLimit(limit_bytes=100, used_bytes=100, source="test")
+    room = Room(lambda: full)
+    on_cpu, on_meta = (Entry(X, "x", X, X.nbytes, None), Entry(X.to("meta"), "x", X.to("meta"), X.nbytes, None))
+    assert not room.has(on_cpu)
+    assert room.has(on_meta)
+
+
+def test_a_release_waits_if_there_is_no_room(file: SlowFile, caplog: pytest.LogCaptureFixture) -> None:
+    """No stall is allowed, and writes are held until the release has waited for a moment."""
+    with engine_on(file) as engine:
+        leave(engine, 0)
+        for _ in range(2):
+            spend_all(engine)
+            file.writes_may_go_on.clear()
+            threading.Timer(0.2, file.writes_may_go_on.set).start()
+            x = X.clone()
+            token = engine.release(engine.offload(x, "x"), x)
+            assert file.writes_may_go_on.is_set()
+            x.fill_(1)
+            assert torch.equal(fetch(engine, token, X), X)
+            engine.wait_until_idle()
+        assert engine.statistics().kept_for_time == 0
+    (record,) = (record.getMessage() for record in caplog.records if "cannot stay" in record.getMessage())
+    assert "'x' (12.00 KiB) cannot stay in memory to save time: 0 B are left of 1.17 MiB (test)" in record
+
+
+# -- stalls ------------------------------------------------------------------------------------------------------------
+
+
 class LaneThatTakesASecond:
     """For every chunk of one entry, in each direction."""
 
@@ -321,7 +375,7 @@ def test_a_stall_costs_what_goes_beyond_the_plan(
     charged: list[float] = []
     ledger.admission.charge = charged.append  # type: ignore[method-assign]
     ledger.admission.patience_s = lambda: 9.0  # type: ignore[method-assign]
-    stalls = Stalls(ledger, None, clock, lambda: "")
+    stalls = Stalls(ledger, None, clock, Room(lambda: None), lambda: "")
     entry = Entry(X, "x", X, X.nbytes, None)
     entry.uncopied, entry.prepaid_s = 3, planned_s
     fill = Fill(entry, X.clone(), None, None)
@@ -346,7 +400,7 @@ def test_with_nothing_to_spend_a_release_waits_as_long_as_planned(
     entry = Entry(X, "x", X, X.nbytes, None)
     entry.uncopied, entry.prepaid_s = 3, planned_s
     lane: Any = LaneThatTakesASecond(clock, entry, Fill(entry, X.clone(), None, None))
-    Stalls(ledger, None, clock, lambda: "").wait_until_copied(lambda _: lane, entry, [entry])
+    Stalls(ledger, None, clock, Room(lambda: None), lambda: "").wait_until_copied(lambda _: lane, entry, [entry])
     assert entry.stays == stays
 
 

@@ -17,7 +17,7 @@ from ssdtrain_fx.machine.automatic_budget import (
     automatic_budget,
     trained_parameter_bytes,
 )
-from ssdtrain_fx.machine.memory_limit import MemoryLimit, read_device_memory, read_memory_limit
+from ssdtrain_fx.memory_limit import MemoryLimit, read_device_memory, read_memory_limit
 
 MIB = 1 << 20
 GIB = 1 << 30

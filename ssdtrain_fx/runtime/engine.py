@@ -75,7 +75,7 @@ class Engine:
         clock = parts.clock
         self._ledger = Ledger(file, Admission(config.max_stall_share, clock), Traffic(clock))
         self._lanes = Lanes(config, parts, self._ledger, directories)
-        self._room = Room(parts.read_memory_limit)
+        self._room = Room(parts.read_memory_limit, clock)
         self._stalls = Stalls(self._ledger, config.io_timeout_s, clock, self._room, self._lanes.describe_transfers)
         self._runs = GraphRuns(self._ledger)
         self._read_ahead = ReadAhead(self._ledger, self._lanes, self._runs)

@@ -7,33 +7,45 @@ takes longer. So time is saved only with memory that is not needed.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from ssdtrain_fx.memory_limit import MemoryLimit
 from ssdtrain_fx.runtime.book.records import Entry
+from ssdtrain_fx.runtime.policy.patience import Clock
 from ssdtrain_fx.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 RESERVE_SHARE = 0.1
 """The share of the limit that tensors which stay leave free, for what the rest of the step still allocates. A guess."""
+FRESH_S = 0.05
+"""For how long one reading of the limit counts, because it takes 0.5 ms."""
 
 
 class Room:
     """The memory that is left to this process. Tensors on a GPU may always stay."""
 
-    def __init__(self, read_limit: Callable[[], MemoryLimit | None]) -> None:
+    def __init__(self, read_limit: Callable[[], MemoryLimit | None], clock: Clock) -> None:
         """``read_limit`` returns the limit that leaves the least memory; None if there is no limit."""
         self._read_limit = read_limit
+        self._clock = clock
+        self._limit: MemoryLimit | None = None
+        self._stale_s = -math.inf
+        self._taken_bytes = 0
+        """By tensors that stay since the limit was read."""
         self._has_warned = False
 
     def has(self, entry: Entry) -> bool:
-        """Whether ``entry`` may stay. It reads files of the system, so ask only if the tensor would stay otherwise.
-
-        Tensors that stay take memory that was free, or keep memory that would have been reused; so does their copy.
-        """
-        limit = self._read_limit() if entry.device.type == "cpu" else None
-        if limit is None or limit.left_bytes - entry.byte_count >= RESERVE_SHARE * limit.limit_bytes:
+        """Whether ``entry`` may stay, which it then does: it keeps memory that would have been reused, or is copied."""
+        if entry.device.type != "cpu":
+            return True
+        now_s = self._clock()
+        if now_s >= self._stale_s:
+            self._limit, self._stale_s, self._taken_bytes = self._read_limit(), now_s + FRESH_S, 0
+        limit, taken_bytes = self._limit, self._taken_bytes + entry.byte_count
+        if limit is None or limit.left_bytes - taken_bytes >= RESERVE_SHARE * limit.limit_bytes:
+            self._taken_bytes = taken_bytes
             return True
         if not self._has_warned:
             self._has_warned = True

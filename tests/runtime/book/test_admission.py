@@ -24,7 +24,7 @@ from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.handles.tickets import Tickets
-from ssdtrain_fx.runtime.policy.room import Room
+from ssdtrain_fx.runtime.policy.room import FRESH_S, Room
 from ssdtrain_fx.runtime.policy.stalls import Stalls
 
 CHUNK_BYTES = 4096
@@ -318,10 +318,26 @@ def test_a_tensor_stays_only_if_a_tenth_of_the_limit_is_left(file: SlowFile, lef
         assert engine.statistics().kept_for_time == stays
 
 
+def test_tensors_that_stay_count_until_the_limit_is_read_again() -> None:
+    clock, limit = HandClock(), MemoryLimit(limit_bytes=100 * X.nbytes, used_bytes=88 * X.nbytes, source="test")
+    readings: list[float] = []
+
+    def read() -> MemoryLimit:
+        readings.append(clock())
+        return limit
+
+    room, entry = Room(read, clock), Entry(X, "x", X, X.nbytes, None)
+    assert [room.has(entry) for _ in range(4)] == [True, True, False, False]
+    assert len(readings) == 1
+    clock.move(FRESH_S)
+    assert room.has(entry)
+    assert len(readings) == 2
+
+
 def test_tensors_of_other_devices_may_stay() -> None:
     """The limit is that of host memory."""
     full = MemoryLimit(limit_bytes=100, used_bytes=100, source="test")
-    room = Room(lambda: full)
+    room = Room(lambda: full, HandClock())
     on_cpu, on_meta = (Entry(X, "x", X, X.nbytes, None), Entry(X.to("meta"), "x", X.to("meta"), X.nbytes, None))
     assert not room.has(on_cpu)
     assert room.has(on_meta)
@@ -375,7 +391,7 @@ def test_a_stall_costs_what_goes_beyond_the_plan(
     charged: list[float] = []
     ledger.admission.charge = charged.append  # type: ignore[method-assign]
     ledger.admission.patience_s = lambda: 9.0  # type: ignore[method-assign]
-    stalls = Stalls(ledger, None, clock, Room(lambda: None), lambda: "")
+    stalls = Stalls(ledger, None, clock, Room(lambda: None, clock), lambda: "")
     entry = Entry(X, "x", X, X.nbytes, None)
     entry.uncopied, entry.prepaid_s = 3, planned_s
     fill = Fill(entry, X.clone(), None, None)
@@ -400,7 +416,7 @@ def test_with_nothing_to_spend_a_release_waits_as_long_as_planned(
     entry = Entry(X, "x", X, X.nbytes, None)
     entry.uncopied, entry.prepaid_s = 3, planned_s
     lane: Any = LaneThatTakesASecond(clock, entry, Fill(entry, X.clone(), None, None))
-    Stalls(ledger, None, clock, Room(lambda: None), lambda: "").wait_until_copied(lambda _: lane, entry, [entry])
+    Stalls(ledger, None, clock, Room(lambda: None, clock), lambda: "").wait_until_copied(lambda _: lane, entry, [entry])
     assert entry.stays == stays
 
 

@@ -70,10 +70,7 @@ class Closing:
                 errors.append(error)
         with ledger.lock:
             left_over = self._lanes.describe_transfers()
-            ledger.trash.extend(ledger.entries.values())
-            ledger.entries.clear()
-            ledger.residents.clear()
-            ledger.dead_handles.clear()
+            ledger.discard_entries(can_be_in_flight=not all(lane.has_stopped for lane in lanes))
         ledger.tidy()
         if all(lane.has_stopped for lane in lanes):
             ledger.file.close()

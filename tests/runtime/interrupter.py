@@ -54,7 +54,7 @@ class Interrupter:
                 last = frame.f_lasti
                 if is_point:
                     self._reach(frame)
-            return trace
+            return frame.f_trace  # this function; a reference to itself would be a cycle for each call
 
         return trace
 

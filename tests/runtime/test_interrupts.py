@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 from engine_steps import KINDS, Steps, resources
 from interrupter import Interrupter
+from runtime_fakes import MemoryFile, open_engine
 
 from ssdtrain_fx.errors import ActivationLostError, SSDTrainError
 from ssdtrain_fx.runtime.config import EngineConfig
@@ -178,6 +180,37 @@ def test_tokens_of_an_engine_that_was_given_up_say_so(tmp_path: Path) -> None:
         engines.owner_of(token)
     engines.close()
     assert engine.is_gone
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("is_dropped", [False, True])
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_an_engine_that_was_given_up_frees_its_tensors_at_once(is_dropped: bool, is_direct: bool) -> None:
+    """Also those whose write had begun when it was interrupted, and whose owner has died."""
+    file = MemoryFile()
+    file.direct = is_direct
+    file.writes_may_go_on.clear()
+    engine = open_engine(file, EngineConfig(ssd_dir="/tmp"))
+    x = torch.arange(100_000)
+    storage = weakref.ref(x.untyped_storage())
+    owner = engine.offload(x, "x")
+    if is_dropped:
+        del owner
+    with pytest.raises(KeyboardInterrupt), engine._ledger.lock, engine._ledger.change:
+        raise KeyboardInterrupt
+    file.writes_may_go_on.set()
+    engine.close()
+    assert engine.is_gone
+    del x
+    assert storage() is None
 
 
 # -- everywhere --------------------------------------------------------------------------------------------------------

@@ -349,6 +349,17 @@ class Ledger:
                 peak, self._peak_end_bytes = self._peak_end_bytes, 0
                 self.trim_wanted = self._may_trim and self.file.size_bytes > max(TRIM_ABOVE_BYTES, 2 * peak)
 
+    def discard_entries(self, *, can_be_in_flight: bool) -> None:
+        """Drop all entries, because the engine is closed. Those whose transfers still run keep what they need."""
+        self.trash.extend(self.entries.values())
+        if not can_be_in_flight:
+            for entry in self.entries.values():  # cycles: an entry that was given up would wait for the collector
+                entry.chunks = []
+                entry.fills = {}
+        self.entries.clear()
+        self.residents.clear()
+        self.dead_handles.clear()
+
     def describe_transfers(self) -> str:
         """Describe what is queued and in flight, to help find the cause of a stall."""
         entries = self.entries.values()

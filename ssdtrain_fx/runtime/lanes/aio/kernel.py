@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import struct
@@ -116,10 +117,9 @@ class KernelAio:
         if not sys.platform.startswith("linux") or machine not in _SYSCALLS or sys.byteorder != "little":
             raise AioUnavailableError(f"native AIO is not supported for {sys.platform} on {machine}")
         setup, self._destroy_number, self._submit_number, self._getevents_number = _SYSCALLS[machine]
-        library = ctypes.CDLL(None, use_errno=True)
 
         def syscall(argument_count: int) -> ctypes._NamedFuncPointer:
-            function = library["syscall"]  # each look-up returns a new object with its own argtypes
+            function = _c_library()["syscall"]  # each look-up returns a new object with its own argtypes
             function.restype = ctypes.c_long
             function.argtypes = [ctypes.c_long] * (1 + argument_count)
             return function
@@ -210,6 +210,12 @@ class KernelAio:
         context, self._context, self._ring = self._context, 0, None
         if context and self._process == os.getpid():
             self._destroy(self._destroy_number, context)
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    """Loaded once, because ctypes makes a class for it, which only the collector can free."""
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _ring_of(context: int) -> _Ring | None:

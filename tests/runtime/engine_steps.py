@@ -23,9 +23,8 @@ SIZES = [1000, 40_000]  # int64: through staging, and straight from the tensor
 
 
 def open_stand_in(config: EngineConfig, handles: Iterator[int]) -> Engine:
-    return StandInEngine(
-        config, SpillFile(str(config.ssd_dir)), FakeCuda(), handles=handles, chunk_bytes=1 << 16, thread_count=2
-    )
+    cuda, file = FakeCuda(keeps_log=False), SpillFile(str(config.ssd_dir))
+    return StandInEngine(config, file, cuda, handles=handles, chunk_bytes=1 << 16, thread_count=2)
 
 
 class Steps:

@@ -247,7 +247,7 @@ class FakeEvent:
         self._done = threading.Event()
 
     def record(self, stream: FakeStream) -> None:
-        stream.log.append(("record", self))
+        stream.note("record", self)
         if self._cuda.device_is_fast:
             self._done.set()
         else:
@@ -266,12 +266,17 @@ class FakeEvent:
 
 
 class FakeStream:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, keeps_log: bool) -> None:
         self.name = name
         self.log: list[tuple[str, object]] = []
+        self._keeps_log = keeps_log
 
     def wait_event(self, event: FakeEvent) -> None:
-        self.log.append(("wait", event))
+        self.note("wait", event)
+
+    def note(self, verb: str, event: FakeEvent) -> None:
+        if self._keeps_log:
+            self.log.append((verb, event))
 
     def events(self, verb: str) -> list[object]:
         return [event for logged, event in self.log if logged == verb]
@@ -294,12 +299,14 @@ class FakeCuda:
     """The part of ``torch.cuda`` that the runtime uses. "GPU" tensors are in ordinary memory and copies happen at once.
     It simulates only when the device *reports* that it has finished."""
 
-    def __init__(self, *, device_is_fast: bool = True) -> None:
+    def __init__(self, *, device_is_fast: bool = True, keeps_log: bool = True) -> None:
+        """``keeps_log=False`` for thousands of steps: a log grows, and its events are cycles."""
         self.device_is_fast = device_is_fast
+        self._keeps_log = keeps_log
         self.unfinished: list[FakeEvent] = []
         self.slow_work_begun = threading.Semaphore(0)
         self.host_syncs: list[str] = []
-        self.current = FakeStream("current")
+        self.current = FakeStream("current", keeps_log=keeps_log)
         self.side_streams: list[FakeStream] = []
         self.runtime = _Runtime()
 
@@ -310,7 +317,7 @@ class FakeCuda:
         return FakeEvent(self)
 
     def Stream(self, device: torch.device) -> FakeStream:
-        stream = FakeStream(("out", "back")[len(self.side_streams)])
+        stream = FakeStream(("out", "back")[len(self.side_streams)], keeps_log=self._keeps_log)
         self.side_streams.append(stream)
         return stream
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,34 @@ def test_a_tensor_that_dies_before_its_copy_is_over(start: Open, cuda: FakeCuda,
     check_all_is_free(engine)
     statistics = engine.statistics()
     assert (statistics.cancelled_bytes, statistics.host_bytes) == (2 * CHUNK_BYTES, 0)
+    assert file.begun == []
+
+
+def test_a_tensor_that_dies_while_another_thread_has_the_lock_is_not_held(
+    start: Open, cuda: FakeCuda, file: MemoryFile
+) -> None:
+    """Its death is only noted then. Whoever finishes the copy has to look."""
+    engine = start()
+    cuda.device_is_fast = False
+    token = leave(engine, 1, 2, host=True)
+    dropped, has_lock = threading.Event(), threading.Event()
+
+    def hold_the_lock() -> None:
+        with engine._ledger.lock:
+            has_lock.set()
+            assert dropped.wait(60)
+
+    holder = threading.Thread(target=hold_the_lock)
+    holder.start()
+    assert has_lock.wait(60)
+    del token
+    dropped.set()
+    holder.join()
+    assert engine._ledger.dead_handles
+    cuda.finish_all()
+    while engine._ledger.counters.in_flight_bytes:
+        time.sleep(0.001)
+    assert (engine._ledger.counters.cancelled_bytes, engine._ledger.counters.host_bytes) == (2 * CHUNK_BYTES, 0)
     assert file.begun == []
 
 

@@ -76,6 +76,7 @@ class DeviceStreams:
                 self._mover.wait_host(mark)
                 with ledger.lock:
                     stream.copies.popleft()
+                    ledger.drain()  # bytes whose owner has died meanwhile are not worth holding
                     finish()
                     self._when_changed()
                 del mark, finish  # without the lock, because they may hold the last reference to a tensor

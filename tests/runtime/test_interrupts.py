@@ -20,7 +20,7 @@ import pytest
 import torch
 from engine_steps import KINDS, Steps, resources
 from interrupter import Interrupter
-from runtime_fakes import MemoryFile, open_engine
+from runtime_fakes import FakeCuda, MemoryFile, open_engine
 
 from ssdtrain_fx.errors import ActivationLostError, SSDTrainError
 from ssdtrain_fx.runtime.config import EngineConfig
@@ -192,16 +192,23 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("is_dropped", [False, True])
-@pytest.mark.parametrize("is_direct", [False, True])
-def test_an_engine_that_was_given_up_frees_its_tensors_at_once(is_dropped: bool, is_direct: bool) -> None:
-    """Also those whose write had begun when it was interrupted, and whose owner has died."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_that_was_given_up_frees_its_tensors_at_once(is_dropped: bool, kind: str) -> None:
+    """Also those whose write had begun when it was interrupted, and whose owner has died. With the entry, its staging
+    buffers are freed."""
     file = MemoryFile()
-    file.direct = is_direct
+    file.direct = kind == "aio"
+    file.cuda = FakeCuda(keeps_log=False) if kind == "cuda" else None
     file.writes_may_go_on.clear()
     engine = open_engine(file, EngineConfig(ssd_dir="/tmp"))
     x = torch.arange(100_000)
     storage = weakref.ref(x.untyped_storage())
     owner = engine.offload(x, "x")
+    found = engine.find_entry(owner)
+    assert found is not None
+    entry = weakref.ref(found)
+    del found
+    assert file.write_begun.acquire(timeout=60)
     if is_dropped:
         del owner
     with pytest.raises(KeyboardInterrupt), engine._ledger.lock, engine._ledger.change:
@@ -211,6 +218,7 @@ def test_an_engine_that_was_given_up_frees_its_tensors_at_once(is_dropped: bool,
     assert engine.is_gone
     del x
     assert storage() is None
+    assert entry() is None
 
 
 # -- everywhere --------------------------------------------------------------------------------------------------------

@@ -65,6 +65,8 @@ class Ledger:
         self.admission = admission
         self.traffic = traffic
         self.entries: dict[int, Entry] = {}
+        self._leaving: set[Entry] = set()
+        """Entries whose last token has died and whose transfers are not over."""
         self.residents: dict[int, Entry] = {}
         """Entries that stayed in memory, by the identity of their storage, whose address changes if it is resized."""
         self.slots = SlotAllocator()
@@ -246,6 +248,8 @@ class Ledger:
                 self.drop_ahead(entry)
             if self.when_unneeded:
                 self._tell_unneeded(entry)
+            if entry.busy:
+                self._leaving.add(entry)
             del self.entries[handle]
             if entry.prepaid_s:
                 self.admission.charge(-entry.prepaid_s)
@@ -335,6 +339,7 @@ class Ledger:
     def _retire_if_idle(self, entry: Entry) -> None:
         if entry.busy:
             return
+        self._leaving.discard(entry)
         self.drop_source(entry)
         if entry.fills:
             self.trash.extend(entry.fills.values())
@@ -351,12 +356,14 @@ class Ledger:
 
     def discard_entries(self, *, can_be_in_flight: bool) -> None:
         """Drop all entries, because the engine is closed. Those whose transfers still run keep what they need."""
-        self.trash.extend(self.entries.values())
+        entries = [*self.entries.values(), *self._leaving]
+        self.trash.extend(entries)
         if not can_be_in_flight:
-            for entry in self.entries.values():  # cycles: an entry that was given up would wait for the collector
+            for entry in entries:  # cycles: an entry that was given up would wait for the collector
                 entry.chunks = []
                 entry.fills = {}
         self.entries.clear()
+        self._leaving.clear()
         self.residents.clear()
         self.dead_handles.clear()
 

@@ -202,7 +202,7 @@ class Requests:
             if request is None:
                 continue
             if ledger.change.failure is not None:  # the kernel needs its memory no more; nothing else is certain
-                self._discard(request)
+                ledger.trash.append(request)
                 continue
             timed, request.timed = request.timed, None
             assert timed is not None
@@ -311,11 +311,6 @@ class Requests:
 
     def discard(self) -> None:
         """Drop all requests, after :meth:`close`. What they hold goes to the ledger's trash."""
-        for request in (*self.reads, *self.writes, *self._in_flight.values()):
-            self._discard(request)
+        self._ledger.trash.extend((*self.reads, *self.writes, *self._in_flight.values()))
         for queue in (self.reads, self.writes, self._in_flight):
             queue.clear()
-
-    def _discard(self, request: Request) -> None:
-        request.chunk.entry.chunks = []  # a cycle, which would wait for the collector
-        self._ledger.trash.append(request)

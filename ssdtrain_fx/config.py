@@ -17,6 +17,7 @@ import torch
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.function_names import cache_name
 from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.local_ranks import count_local_ranks
 from ssdtrain_fx.machine.automatic_budget import automatic_budget, trained_parameter_bytes
 from ssdtrain_fx.memory_limit import read_device_memory, read_memory_limit
 from ssdtrain_fx.option_checks import (
@@ -130,7 +131,12 @@ class OffloadConfig:
     host_budget_bytes: int | None = None
     """Maximum pinned memory (GPU) or staging memory (CPU) that the engine may hold. None: chosen per device, 1 GiB for
     each directory on a GPU. On a GPU it is also the host tier: what is needed soonest stays in it and is never written
-    to the SSD."""
+    to the SSD. The ranks on one machine share this number of bytes."""
+
+    local_ranks: int | None = None
+    """Ranks of a distributed run on this machine. They share the rates of the drives, ``host_budget_bytes``, and with
+    ``memory_budget_bytes="auto"`` what the memory limit leaves. None: as the launcher says (``LOCAL_WORLD_SIZE``, which
+    torchrun sets), else 1. Set it to 1 if each rank has a drive of its own."""
 
     disk_reserve_bytes: int | None = None
     """Free space that offloading leaves on the file system of each directory, for checkpoints and other files. What
@@ -202,6 +208,8 @@ class OffloadConfig:
             require_int("host_budget_bytes", self.host_budget_bytes, minimum=1)
         if self.disk_reserve_bytes is not None:
             require_int("disk_reserve_bytes", self.disk_reserve_bytes, minimum=0, or_else="or None")
+        if self.local_ranks is not None:
+            require_int("local_ranks", self.local_ranks, minimum=1, of="ranks", or_else="or None")
         if self.policy == "all" and self.memory_budget_bytes is not None:
             raise ConfigError(
                 "Options policy='all' and memory_budget_bytes of backend 'ssdtrain' contradict each other: the "
@@ -237,10 +245,10 @@ class OffloadConfig:
         Raises:
             ConfigError: ``hardware`` names a file that is missing or holds no profile.
         """
-        hardware = self._find_hardware(device)
-        if self.host_budget_bytes is None or not hardware.has_host_tier:
+        hardware = self._find_hardware(device).shared_by(self._ranks)
+        if self._own_host_budget_bytes is None or not hardware.has_host_tier:
             return hardware
-        return dataclasses.replace(hardware, staging_bytes=self.host_budget_bytes)
+        return dataclasses.replace(hardware, staging_bytes=self._own_host_budget_bytes)
 
     def _find_hardware(self, device: str) -> Hardware:
         if isinstance(self.hardware, Hardware):
@@ -279,7 +287,7 @@ class OffloadConfig:
         if self.memory_budget_bytes != "auto":
             return StepBudget(size_bytes=self.memory_budget_bytes)
         on_gpu = [value.device for value in example_inputs if isinstance(value, torch.Tensor) and value.is_cuda]
-        limit = read_device_memory(on_gpu[0]) if on_gpu else read_memory_limit()
+        limit = read_device_memory(on_gpu[0]) if on_gpu else read_memory_limit(ranks=self._ranks)
         if limit is None:
             raise ConfigError(
                 "Option 'memory_budget_bytes' of backend 'ssdtrain' is 'auto', but the system shows no limit: there is "
@@ -300,7 +308,7 @@ class OffloadConfig:
         if hardware.staging_bytes == 0 and self.io != "posix":
             return 0
         drive_count = len(self.ssd_dir) if isinstance(self.ssd_dir, tuple) else 1
-        return self.host_budget_bytes or hardware.staging_bytes or CPU_BUDGET_BYTES * drive_count
+        return self._own_host_budget_bytes or hardware.staging_bytes or CPU_BUDGET_BYTES * drive_count
 
     def load_call_times(self, device: str) -> CallTimes | None:
         """The measured times of ops on ``device`` (``cpu`` or ``cuda``); None with ``costs="roofline"``.
@@ -313,6 +321,15 @@ class OffloadConfig:
         from ssdtrain_fx.machine.call_times import load_call_times
 
         return load_call_times(device)
+
+    @property
+    def _ranks(self) -> int:
+        return self.local_ranks or count_local_ranks()
+
+    @property
+    def _own_host_budget_bytes(self) -> int | None:
+        """The part of ``host_budget_bytes`` that is this rank's."""
+        return None if self.host_budget_bytes is None else max(1, self.host_budget_bytes // self._ranks)
 
     @property
     def module_wishes(self) -> tuple[tuple[str, Wish], ...]:
@@ -329,7 +346,9 @@ class OffloadConfig:
 
         It is equal in every process. If a function has no stable name, every call returns another string.
         """
-        plain = dataclasses.replace(self, policy="auto" if callable(self.policy) else self.policy, passes=())
+        plain = dataclasses.replace(
+            self, local_ranks=self._ranks, policy="auto" if callable(self.policy) else self.policy, passes=()
+        )
         return f"{plain!r} {callable(self.policy)} {[cache_name(function) for function in self.functions]}"
 
     def engine_config(self) -> EngineConfig:
@@ -339,7 +358,7 @@ class OffloadConfig:
         return EngineConfig(
             ssd_dir=_strings(self.ssd_dir),
             io=self.io,
-            host_budget_bytes=self.host_budget_bytes,
+            host_budget_bytes=self._own_host_budget_bytes,
             disk_reserve_bytes=self.disk_reserve_bytes,
             checksum=self.checksum,
             io_timeout_s=self.io_timeout_s,

@@ -97,6 +97,13 @@ class Hardware:
             kernel_s=self.kernel_s * times,
         )
 
+    def shared_by(self, ranks: int) -> Hardware:
+        """What is left of the drives for each of so many ``ranks``, which use them at the same time."""
+        write, read = (
+            dataclasses.replace(channel, bytes_per_s=channel.bytes_per_s / ranks) for channel in (self.write, self.read)
+        )
+        return dataclasses.replace(self, write=write, read=read)
+
     def __post_init__(self) -> None:
         rates = [self.memory_bytes_per_s, *self.flops_per_s.values(), *self.elements_per_s.values()]
         rates += [channel.bytes_per_s for channel in (self.write, self.read, self.copy_out, self.copy_in)]

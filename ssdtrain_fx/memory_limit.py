@@ -41,25 +41,35 @@ class MemoryLimit:
     """What counts against the limit now, without page cache that the kernel can drop at once."""
     source: str
     """A name for people, such as ``cgroup v2 /sys/fs/cgroup/job/memory.max``."""
+    ranks: int = 1
+    """How many ranks of a distributed run share what is left."""
 
     @property
     def left_bytes(self) -> int:
-        return max(0, self.limit_bytes - self.used_bytes)
+        """What is left for each of the ``ranks``."""
+        return max(0, self.limit_bytes - self.used_bytes) // self.ranks
 
     def __str__(self) -> str:
-        return f"{format_bytes(self.left_bytes)} are left of {format_bytes(self.limit_bytes)} ({self.source})"
+        for_each = f" for each of {self.ranks} ranks" if self.ranks > 1 else ""
+        left, limit = format_bytes(self.left_bytes), format_bytes(self.limit_bytes)
+        return f"{left} are left{for_each} of {limit} ({self.source})"
 
 
 def read_memory_limit(
-    *, root: Path = Path("/"), soft_limit: Callable[[int], int] = lambda kind: resource.getrlimit(kind)[0]
+    *,
+    ranks: int = 1,
+    root: Path = Path("/"),
+    soft_limit: Callable[[int], int] = lambda kind: resource.getrlimit(kind)[0],
 ) -> MemoryLimit | None:
     """The limit that leaves this process the least memory. None if the system shows no limit at all.
 
     Args:
+        ranks: the ranks of a distributed run on this machine. They share all limits but those of a process.
         root: the directory that contains ``proc``, and below which the mount points are.
         soft_limit: the soft limit of a resource, such as ``RLIMIT_DATA``.
     """
-    found = [*_cgroup_limits(root), *_process_limits(root, soft_limit), *_machine_limits(root)]
+    shared = (dataclasses.replace(limit, ranks=ranks) for limit in (*_cgroup_limits(root), *_machine_limits(root)))
+    found = [*shared, *_process_limits(root, soft_limit)]
     return min(found, key=lambda limit: limit.left_bytes, default=None)
 
 

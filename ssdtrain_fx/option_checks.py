@@ -78,9 +78,9 @@ def as_functions(name: str, value: object) -> tuple[Callable[..., Any], ...]:
     return tuple(cast("Sequence[Callable[..., Any]]", functions))
 
 
-def require_int(name: str, value: object, *, minimum: int, or_else: str = "") -> None:
+def require_int(name: str, value: object, *, minimum: int, of: str = "bytes", or_else: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        expected = "an integer number of bytes"
+        expected = f"an integer number of {of}"
         raise wrong(name, value, f"{expected}, {or_else}" if or_else else expected)
     if value < minimum:
         raise wrong(name, value, f"at least {minimum}")

@@ -136,7 +136,7 @@ def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def leave(left_bytes: int) -> None:
         limit = MemoryLimit(limit_bytes=1 << 40, used_bytes=(1 << 40) - left_bytes, source="the limit of the test")
-        monkeypatch.setattr(config, "read_memory_limit", lambda: limit)
+        monkeypatch.setattr(config, "read_memory_limit", lambda **_: limit)
 
     return leave
 

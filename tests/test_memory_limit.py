@@ -163,7 +163,7 @@ def test_a_limit_that_is_exceeded_leaves_nothing() -> None:
 
 def test_a_system_that_shows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_memory_limit(root=tmp_path, soft_limit=lambda _: resource.RLIM_INFINITY) is None
-    monkeypatch.setattr(config, "read_memory_limit", lambda: None)
+    monkeypatch.setattr(config, "read_memory_limit", lambda **_: None)
     with pytest.raises(ConfigError, match=r"is 'auto', but the system shows no limit.*Give a number of bytes"):
         OffloadConfig(memory_budget_bytes="auto").find_budget()
 

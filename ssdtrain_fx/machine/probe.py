@@ -25,7 +25,14 @@ from ssdtrain_fx.machine.probe_hardware import (
     measure_hardware,
 )
 from ssdtrain_fx.machine.probe_kernels import BUSY_KERNEL_S
-from ssdtrain_fx.machine.profile_store import profile_key, profile_path, read_profile, store_profile
+from ssdtrain_fx.machine.profile_store import (
+    ProfileKey,
+    measuring_alone,
+    profile_key,
+    profile_path,
+    read_profile,
+    store_profile,
+)
 from ssdtrain_fx.runtime.storage.directory import check_directories
 
 log = logging.getLogger(__name__)
@@ -50,9 +57,7 @@ def load_hardware(device: str, ssd_dir: SsdDir, *, measure: bool = True) -> Hard
     key = profile_key(device_name(device), directories)
     identity = str(profile_path(key))
     with _known_lock.current:
-        hardware = _known.get(identity)
-        if hardware is None:
-            hardware = read_profile(key)
+        hardware = _known.get(identity) or read_profile(key)
         if hardware is None:
             if not measure:
                 raise ConfigError(
@@ -60,35 +65,41 @@ def load_hardware(device: str, ssd_dir: SsdDir, *, measure: bool = True) -> Hard
                     f"{profile_path(key).parent}. "
                     "Run `ssdtrain-fx probe` first."
                 )
-            log.info(
-                "measuring %s and the SSD that holds %s; `ssdtrain-fx probe` measures longer",
-                key.device,
-                ", ".join(directories),
-            )
             try:
-                hardware = measure_hardware(device, directories, quick=True)
+                with measuring_alone():  # the ranks of one run would disturb each other
+                    hardware = read_profile(key) or _measure_quickly(device, directories, key)
             except FullDiskError as error:  # training can go on: what cannot be written stays in memory
                 log.warning("%s Until then, plans assume a drive of 2 GB/s.", error)
                 return assumed_hardware(device_name(device), on_gpu=torch.device(device).type == "cuda")
-            disturbance = _find_disturbance(hardware)
-            if disturbance:
-                log.warning(
-                    "%s: the machine is busy, or torch has more threads than cores. This hardware profile is used by "
-                    "this process only. `ssdtrain-fx probe` measures longer and stores its result.",
-                    disturbance,
-                )
-                _known[identity] = hardware
-                return hardware
-            try:
-                hardware = store_profile(key, hardware, replace=False)
-            except OSError as error:
-                log.warning(
-                    "The hardware profile cannot be stored in %s (%s): every process will measure again.",
-                    profile_path(key).parent,
-                    error,
-                )
         _known[identity] = hardware
     return hardware
+
+
+def _measure_quickly(device: str, directories: tuple[str, ...], key: ProfileKey) -> Hardware:
+    """Measure, and store the result unless the machine was disturbed. Raises FullDiskError."""
+    log.info(
+        "measuring %s and the SSD that holds %s; `ssdtrain-fx probe` measures longer",
+        key.device,
+        ", ".join(directories),
+    )
+    hardware = measure_hardware(device, directories, quick=True)
+    disturbance = _find_disturbance(hardware)
+    if disturbance:
+        log.warning(
+            "%s: the machine is busy, or torch has more threads than cores. This hardware profile is used by "
+            "this process only. `ssdtrain-fx probe` measures longer and stores its result.",
+            disturbance,
+        )
+        return hardware
+    try:
+        return store_profile(key, hardware, replace=False)
+    except OSError as error:
+        log.warning(
+            "The hardware profile cannot be stored in %s (%s): every process will measure again.",
+            profile_path(key).parent,
+            error,
+        )
+        return hardware
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

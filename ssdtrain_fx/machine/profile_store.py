@@ -10,6 +10,7 @@ Guarantees:
 
 * A file exists completely or not at all: it is written under a temporary name and renamed.
 * Processes that measure at the same time end up with the same profile, the one that was stored first.
+* Processes that load a profile that is not stored measure one after the other: the first stores it, the others read it.
 * A file that cannot be read or written costs a warning and a measurement, never an error.
 """
 
@@ -17,12 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +39,8 @@ log = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "SSDTRAIN_PROFILE_DIR"
 FORMAT = 8
+WAIT_S = 120.0
+"""How long a process waits for others to measure. Each takes seconds, unless its disk hangs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +136,33 @@ def store_profile(key: ProfileKey, hardware: Hardware, *, replace: bool) -> Hard
                 return other
         temporary.replace(path)
         return hardware
+
+
+@contextlib.contextmanager
+def measuring_alone(wait_s: float = WAIT_S) -> Generator[None]:
+    """A block that runs in one process at a time, of those that store profiles in the same directory.
+
+    After ``wait_s``, or where a directory cannot be locked, it runs anyway.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            directory = profile_directory()
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, descriptor)
+            end_s = time.monotonic() + wait_s
+            while not _try_lock(descriptor) and time.monotonic() < end_s:
+                time.sleep(0.05)
+            stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # a forked child may have inherited the descriptor
+        yield
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # -- what identifies the machine ---------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def test_a_new_plan_keeps_the_automatic_budget(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         config_module,
         "read_memory_limit",
-        lambda: MemoryLimit(limit_bytes=1 << 40, used_bytes=(1 << 40) - next(left), source=""),
+        lambda **_: MemoryLimit(limit_bytes=1 << 40, used_bytes=(1 << 40) - next(left), source=""),
     )
     budgets: list[Any] = []
     compile_with_aot_eager = dynamo_backend.compile_with_aot_eager

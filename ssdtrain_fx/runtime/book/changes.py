@@ -101,7 +101,8 @@ class Change:
             is_telling = isinstance(error, ConfigError)
             self.failure = Failure(type(error), str(error) if is_telling else repr(error))
             if self.failure.is_interrupt:
-                log.info("%r interrupted an op: the engine on %s is given up", error, self._path)
+                # Its text, because a handler may keep what it is given, and the error holds frames.
+                log.info("%s interrupted an op: the engine on %s is given up", self.failure.text, self._path)
             else:
                 log.error("the I/O of the engine on %s stopped", self._path, exc_info=error)
         self._progress.notify_all()

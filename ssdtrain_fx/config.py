@@ -149,6 +149,11 @@ class OffloadConfig:
     On a CPU, the processor itself makes the copies, so every byte costs time: allow 0.05 or more there for a much lower
     peak. Has no effect with ``memory_budget_bytes`` or ``policy="all"``."""
 
+    forwards_in_flight: int = 1
+    """How many forwards of a graph run before the first of their backwards: the micro-batches that a pipeline stage
+    holds at once. With several, the memory between forward and backward counts so many times, so a plan moves as many
+    bytes there as ``max_slowdown`` allows. ``memory_budget_bytes`` is then the budget of each graph."""
+
     hardware: Hardware | str | Path | None = None
     """Hardware to plan for: a profile, or the path of one that ``ssdtrain-fx probe --json`` wrote. None: this machine,
     which is measured in a few seconds if no profile of it is stored."""
@@ -208,6 +213,7 @@ class OffloadConfig:
             require_int("host_budget_bytes", self.host_budget_bytes, minimum=1)
         if self.disk_reserve_bytes is not None:
             require_int("disk_reserve_bytes", self.disk_reserve_bytes, minimum=0, or_else="or None")
+        require_int("forwards_in_flight", self.forwards_in_flight, minimum=1, of="forwards")
         if self.local_ranks is not None:
             require_int("local_ranks", self.local_ranks, minimum=1, of="ranks", or_else="or None")
         if self.policy == "all" and self.memory_budget_bytes is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import multiprocessing
 import resource
 import time
@@ -32,7 +33,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     local_ranks._warn.cache_clear()
 
 
-# -- how many ------------------------------------------------------------------------------------------------------------
+# -- how many ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_process_without_a_launcher_is_alone() -> None:
@@ -57,10 +58,11 @@ def test_ranks_without_a_launcher_are_warned_once(
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     assert (count_local_ranks(), count_local_ranks()) == (1, 1)
-    assert [record.getMessage() for record in caplog.records] == [
+    (record,) = caplog.records
+    assert record.getMessage() == (
         "torch.distributed has 4 ranks, but no launcher has set LOCAL_WORLD_SIZE: plans assume that no other rank uses "
         "the drives of this machine. Set the option local_ranks to the number of ranks on it."
-    ]
+    )
 
 
 def test_who_sets_the_option_is_not_warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -70,7 +72,7 @@ def test_who_sets_the_option_is_not_warned(monkeypatch: pytest.MonkeyPatch, capl
     assert caplog.records == []
 
 
-# -- what they share -----------------------------------------------------------------------------------------------------
+# -- what they share ---------------------------------------------------------------------------------------------------
 
 
 def test_the_option_counts_more_than_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +117,7 @@ def test_ranks_share_every_limit_but_that_of_their_process(tmp_path: Path) -> No
 
 
 def test_an_automatic_budget_is_for_one_rank() -> None:
-    alone, shared = (
-        OffloadConfig(memory_budget_bytes="auto", local_ranks=ranks).find_budget() for ranks in (1, 4)
-    )
+    alone, shared = (OffloadConfig(memory_budget_bytes="auto", local_ranks=ranks).find_budget() for ranks in (1, 4))
     assert alone is not None and shared is not None
     assert 0 < shared.size_bytes < 0.3 * alone.size_bytes
     assert "for each of 4 ranks" in shared.limit
@@ -157,7 +157,7 @@ def test_a_shared_drive_moves_less_in_the_same_time() -> None:
     assert alone > of_four > of_many == 0
 
 
-# -- measuring -----------------------------------------------------------------------------------------------------------
+# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 def measure(directory: str, times: multiprocessing.SimpleQueue[tuple[float, float]]) -> None:
@@ -177,7 +177,7 @@ def test_processes_measure_one_after_the_other(tmp_path: Path, monkeypatch: pyte
     spans = sorted(times.get() for _ in processes)
     for process in processes:
         process.join()
-    assert all(end_s <= next_s for (_, end_s), (next_s, _) in zip(spans, spans[1:], strict=False))
+    assert all(end_s <= next_s for (_, end_s), (next_s, _) in itertools.pairwise(spans))
     assert list(tmp_path.iterdir()) == []
 
 

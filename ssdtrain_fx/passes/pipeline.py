@@ -75,6 +75,8 @@ class Options(Protocol):
     def recompute(self) -> bool: ...
     @property
     def max_slowdown(self) -> float: ...
+    @property
+    def forwards_in_flight(self) -> int: ...
     def host_tier(self, hardware: Hardware) -> HostTier | None: ...
     def engine_config(self) -> EngineOptions: ...
 
@@ -98,7 +100,7 @@ def passes_of_plan(planned: PlannedStep, options: Options) -> tuple[JointPass, .
             plan=planned.plan,
             candidates=analysis.candidates,
             engine=options.engine_config().to_argument(),
-            graph_name=name_graph(analysis.joint) if analysis.activations else "",
+            graph_name=name_graph(analysis.joint) if analysis.is_link else "",
             order_reloads=problem.hardware.has_host_tier,
         ),
         functools.partial(verify_offloads, host=problem.host),
@@ -277,6 +279,7 @@ def _analyse(
         fused=config.inner == "inductor",
         times=times,
         modules=config.module_wishes,
+        in_flight=config.forwards_in_flight,
     )
 
 
@@ -374,7 +377,7 @@ def _best(found: Sequence[PlannedStep], config: Options, budget: StepBudget | No
     if budget is not None:
         return min(found, key=lambda one: (one.plan.exposed_s, one.plan.peak_after_bytes))
     allowed = [one for one in found if one.plan.slowdown <= config.max_slowdown] or found[:1]
-    if found[0].analysis.activations:
+    if found[0].analysis.is_link:
         return min(allowed, key=lambda one: (one.left_behind_bytes, one.plan.exposed_s))
     return min(allowed, key=lambda one: (one.plan.peak_after_bytes, one.plan.exposed_s))
 
@@ -423,7 +426,7 @@ def _cannot_win(
         return any(one.plan.exposed_s < least_s for one in found)
     if least_s > config.max_slowdown * problem.step_s:
         return True
-    if analysis.activations:
+    if analysis.is_link:
         return False
     least = (floor_bytes(problem), least_s)
     return any(

@@ -193,6 +193,8 @@ def _analyse(joint: ScheduledJointGraph, config: OffloadConfig) -> Analysis:
         hardware=_hardware(joint, config),
         fused=config.inner == "inductor",
         times=config.load_call_times(_device(joint)),
+        modules=config.module_wishes,
+        in_flight=config.forwards_in_flight,
     )
 
 

@@ -33,6 +33,8 @@ class Analysis:
     """Seconds of every node."""
     activations: frozenset[fx.Node] = frozenset()
     """Inputs that may move. Empty unless the graph is a link of a chain."""
+    is_link: bool = False
+    """The graph is a link of a chain, so what it holds between forward and backward counts, and not its own peak."""
     measured: MeasuredNodes = dataclasses.field(default_factory=MeasuredNodes)
     """The nodes whose ``node_s`` were measured. All others are estimated by roofline."""
     facts: NodeFacts | None = None
@@ -56,6 +58,7 @@ def analyse(
     fused: bool,
     times: Times | None = None,
     modules: Modules = (),
+    in_flight: int = 1,
 ) -> Analysis:
     """Run all analyses.
 
@@ -65,6 +68,8 @@ def analyse(
         fused: True if Inductor compiles the graph. Fusion keeps some storages out of memory and saves kernels.
         times: measures the nodes that are not fused. None: all seconds are estimated by roofline.
         modules: what the user wishes for the storages of single modules.
+        in_flight: how many forwards of the graph run before the first of their backwards. With several, the graph is a
+            link of a chain whose other links are these forwards.
     """
     activations = find_activations(joint)
     found = estimate(joint, hardware=hardware, fused=fused, times=times, activations=activations)
@@ -83,6 +88,7 @@ def analyse(
         node_s=node_s,
         facts=found.facts,
         activations=activations,
+        is_link=bool(activations) or in_flight > 1,
         measured=found.measured,
         wishes=wishes,
         subgraph_calls=calls,

@@ -14,7 +14,7 @@ backward before it runs. So only the rates count:
     step of one graph = max(forward, its writes) + max(backward, its reads)
 
 Nothing about the other graphs is known at compile time. A graph assumes that they are equal to itself, which is true if
-layers are compiled one by one.
+layers are compiled one by one, and for the micro-batches that a stage of a pipeline holds at once.
 """
 
 from __future__ import annotations

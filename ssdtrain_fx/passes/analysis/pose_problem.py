@@ -49,7 +49,7 @@ def pose_problem(
         movables=tuple(sorted(movables, key=lambda movable: (movable.offload, movable.idx))),
         hardware=hardware,
         recompute_s=0.0 if step_s is None else add_up(analysis.node_s) - step_s,
-        host=None if analysis.activations else host,
+        host=None if analysis.is_link else host,
     )
 
 

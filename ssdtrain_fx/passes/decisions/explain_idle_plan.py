@@ -72,7 +72,7 @@ def explain_idle_plan(
     too_small = _if_small_storages_moved(analyse_all, problem.hardware, plan, max_slowdown, min_tensor_bytes)
     if not problem.movables:
         return f"{_why_none_may_move(plan)}. {too_small or 'No option changes that.'}"
-    if not analysis.activations and plan.floor_bytes >= plan.peak_before_bytes:
+    if not analysis.is_link and plan.floor_bytes >= plan.peak_before_bytes:
         peak = plan.peak_before
         largest = ", ".join(f"{name} {format_bytes(size_bytes)}" for name, size_bytes in peak.largest[:2])
         return (

@@ -76,7 +76,7 @@ def plan_offloads(
                 reached_bytes=floor,
             )
         choice, reason_not_moved = use_host_tier(problem, found, time_first=True), KEPT_FITS
-    elif analysis.activations:
+    elif analysis.is_link:
         choice, reason_not_moved = choose_most(problem, max_slowdown=max_slowdown), KEPT_TIME
     else:
         choice = choose_within_time(problem, max_slowdown=max_slowdown, floor_bytes=floor)

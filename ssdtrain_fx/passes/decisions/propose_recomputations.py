@@ -87,7 +87,7 @@ def propose_recomputations(
             moved=placements,
             allowed_s=time_s + ROUNDING * problem.step_s,
             goal_bytes=goal_bytes,
-            at=problem.marker if analysis.activations else None,
+            at=problem.marker if analysis.is_link else None,
         )
         proposed.append(tuple(found[idx] for idx in chosen))
 

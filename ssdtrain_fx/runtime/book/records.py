@@ -175,6 +175,7 @@ class GraphRun:
 
     __slots__ = (
         "__weakref__",
+        "_after",
         "_before",
         "graph_name",
         "handles",
@@ -187,6 +188,9 @@ class GraphRun:
     def __init__(self, graph_name: str, before: GraphRun | None) -> None:
         self.graph_name = graph_name
         self._before = None if before is None else weakref.ref(before)
+        self._after: weakref.ref[GraphRun] | None = None
+        if before is not None:
+            before._after = weakref.ref(self)
         self.handles: list[int] = []
         self.names: set[str] = set()
         self.reload_count = 0
@@ -198,3 +202,8 @@ class GraphRun:
     def before(self) -> GraphRun | None:
         """The run before this one; None once all its entries have died."""
         return None if self._before is None else self._before()
+
+    @property
+    def after(self) -> GraphRun | None:
+        """The run after this one; None if there is none yet, or once all its entries have died."""
+        return None if self._after is None else self._after()

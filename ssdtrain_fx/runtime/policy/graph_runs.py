@@ -5,7 +5,13 @@
 
 A *run* is one call of the forward of one graph. A run that comes before another one in forward comes after it in
 backward. This also holds for gradient accumulation and for pipeline schedules, because the layers of one micro-batch
-run one after another.
+run one after another. If a stage of a pipeline is one graph, its micro-batches come back in the order in which they
+came::
+
+    forward    run 1 -> run 2 -> run 3
+    backward   run 1 -> run 2 -> run 3
+
+So the guess is the run before, unless its backward has been; then it is the run after.
 
 Guarantees:
 
@@ -81,23 +87,30 @@ class GraphRuns:
             return []
         run.used_bytes += run.last_waited_bytes
         run.last_waited_bytes = entry.byte_count
-        ahead = run.before
-        if ahead is None:
+        ahead, entries = run.before, self._to_come(run.before)
+        if not entries:
+            ahead, entries = run.after, self._to_come(run.after)
+        if ahead is None or not entries:
             return []
         self._of_thread.guess = weakref.ref(run), weakref.ref(ahead)
-        entries = self._entries(ahead)[::-1]
+        entries.reverse()
         room_bytes = run.used_bytes - sum(other.byte_count for other in entries if other.ahead is not None)
         turns = self._turn_by_graph.get(ahead.graph_name, {})
         chosen: list[Entry] = []
         # In the order of the last backward. Entries without a turn come after, those saved last first.
         for other in sorted(entries, key=lambda other: turns.get(other.name, len(turns) + 1)):
-            if other.reloaded or other.stays or other.ahead is not None:
+            if other.stays or other.ahead is not None:
                 continue
             room_bytes -= other.byte_count
             if room_bytes < 0:
                 break
             chosen.append(other)
         return chosen
+
+    def _to_come(self, run: GraphRun | None) -> list[Entry]:
+        """The entries of ``run`` if backward has not requested any of them."""
+        entries = [] if run is None else self._entries(run)
+        return [] if any(entry.reloaded for entry in entries) else entries
 
     def _entries(self, run: GraphRun) -> list[Entry]:
         found = (self._ledger.entries.get(handle) for handle in run.handles)

@@ -70,6 +70,39 @@ def test_backward_reads_ahead_for_the_run_before_no_more_than_it_has_used(engine
     assert engine.statistics().reloads == 6
 
 
+def test_micro_batches_that_come_back_in_the_order_of_forward_are_read_ahead(engine: Engine) -> None:
+    """As in a stage of a pipeline: the run before is over, so the run after comes next."""
+    graph = Graph(engine)
+    runs = [graph.forward(10.0 * number) for number in range(4)]
+    for number in range(4):
+        graph.backward(runs[0], 10.0 * number)
+        assert ahead_of(engine) == (["b", "c"] if number < 3 else [])
+        del runs[0]
+    assert engine.statistics().ahead_bytes == 3 * 2 * SIZE_BYTES
+    assert engine.statistics().reloads == 12
+
+
+def test_a_forward_between_two_backwards_does_not_change_the_guess(engine: Engine) -> None:
+    """One forward, one backward: the next backward is that of the oldest micro-batch."""
+    graph = Graph(engine)
+    runs = [graph.forward(0.0), graph.forward(10.0)]
+    for number in range(4):
+        graph.backward(runs.pop(0), 10.0 * number)
+        assert ahead_of(engine) == ["b", "c"]
+        runs.append(graph.forward(10.0 * (number + 2)))
+    assert engine.statistics().ahead_bytes == 3 * 2 * SIZE_BYTES
+
+
+def test_a_backward_that_is_repeated_reads_nothing_ahead_for_a_run_that_has_been(engine: Engine) -> None:
+    graph = Graph(engine)
+    first, second = graph.forward(10), graph.forward(20)
+    graph.backward(first, 10)
+    assert ahead_of(engine) == ["b", "c"]
+    graph.backward(second, 20)
+    graph.backward(second, 20)
+    assert ahead_of(engine) == []
+
+
 def test_the_order_of_the_last_backward_is_the_order_of_reading_ahead(engine: Engine) -> None:
     graph = Graph(engine, backward="abc")
     first, second = graph.forward(10), graph.forward(20)
@@ -79,18 +112,23 @@ def test_the_order_of_the_last_backward_is_the_order_of_reading_ahead(engine: En
 
 
 def test_another_order_than_expected_costs_reads_and_nothing_else(engine: Engine) -> None:
-    """Backward of run 3 reads ahead for run 2, but run 1 comes next: the tensors read ahead are freed."""
+    """Backward of run 3 reads ahead for run 2, but run 1 comes next: the tensors read ahead are freed. While run 1
+    computes, they are read again, because only run 2 is to come."""
     graph = Graph(engine)
     first, second, third = graph.forward(10), graph.forward(20), graph.forward(30)
     graph.backward(third, 30)
     assert ahead_of(engine) == ["b", "c"]
-    graph.backward(first, 10)
+    y = engine.reload(first["a"], (SIZE,), (1,), torch.float32, CPU)
     assert ahead_of(engine) == []
+    engine.wait(y, first["a"])
+    del y
+    graph.backward(first, 10)
+    assert ahead_of(engine) == ["b", "c"]
     graph.backward(second, 20)
     engine.wait_until_idle()
     statistics = engine.statistics()
-    assert statistics.ahead_bytes == 0
-    assert statistics.bytes_read == (9 + 2) * SIZE_BYTES
+    assert statistics.ahead_bytes == 2 * SIZE_BYTES
+    assert statistics.bytes_read == (10 + 2) * SIZE_BYTES
 
 
 def test_what_is_read_ahead_goes_with_its_token(engine: Engine) -> None:

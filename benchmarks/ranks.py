@@ -36,15 +36,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 VARIANTS = ("inductor", "ssdtrain")
-SCHEDULES = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved": "ScheduleInterleaved1F1B",
-    "zero-bubble": "ScheduleInterleavedZeroBubble",
-}
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+"""torch refuses compiled stages in those without bubbles."""
 PARALLELISMS = ("ddp", "fsdp", *SCHEDULES)
 STAGES_PER_RANK = 2
-"""Of the schedules that interleave."""
+"""Of the schedule that interleaves."""
 MICRO_BATCHES = 8
 WARM_UP_STEPS = 3
 """The first step compiles, and the memory of the next ones is not yet arranged."""
@@ -134,7 +130,7 @@ def in_pipeline(job: Job, layers: nn.Sequential, backend: Any) -> tuple[Step, li
     from torch.distributed import pipelining
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    per_rank = STAGES_PER_RANK if job.parallelism in ("interleaved", "zero-bubble") else 1
+    per_rank = STAGES_PER_RANK if job.parallelism == "interleaved" else 1
     count = ranks * per_rank
     size = job.layers // count
     modules = [layers[index * size : (index + 1) * size] for index in range(rank, count, ranks)]

@@ -123,11 +123,11 @@ def test_another_order_than_expected_costs_reads_and_nothing_else(engine: Engine
     engine.wait(y, first["a"])
     del y
     graph.backward(first, 10)
-    assert ahead_of(engine) == ["b", "c"]
+    assert ahead_of(engine) == ["a", "b", "c"]
     graph.backward(second, 20)
     engine.wait_until_idle()
     statistics = engine.statistics()
-    assert statistics.ahead_bytes == 2 * SIZE_BYTES
+    assert statistics.ahead_bytes == 3 * SIZE_BYTES
     assert statistics.bytes_read == (10 + 2) * SIZE_BYTES
 
 

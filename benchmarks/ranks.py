@@ -35,6 +35,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from ssdtrain_fx.cli.common import parse_options
+
 VARIANTS = ("inductor", "ssdtrain")
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
 """torch refuses compiled stages in those without bubbles."""
@@ -320,10 +322,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=0, help="kill so many ranks instead")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16, help="of all ranks together")
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the backend, as JSON")
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the backend")
     parser.add_argument("--ssd-dir", default=tempfile.gettempdir())
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -337,7 +339,7 @@ def main(arguments: Sequence[str]) -> int:
         train(Job(**json.loads(chosen.job)), Path(chosen.directory))
         return 0
     options: dict[str, Any] = {"ssd_dir": chosen.ssd_dir, "max_slowdown": 0.05, "min_tensor_bytes": 1 << 16}
-    options |= {name: json.loads(value) for name, _, value in (option.partition("=") for option in chosen.option)}
+    options |= parse_options(chosen.option)
     size = {name: getattr(chosen, name) for name in ("steps", "layers", "hidden", "batch", "sequence")}
     console, rows, is_right = Console(), [], True
     generator = random.Random(chosen.seed)

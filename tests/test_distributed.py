@@ -1,78 +1,90 @@
-"""Training in two CPU processes with gloo: the gradients equal those without offloading, to the bit."""
+"""Training in several ranks on CPUs with gloo: the bits of plain Inductor, and nothing is left of a killed rank."""
 
 from __future__ import annotations
 
-import subprocess
+import importlib.util
+import random
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-TRAINING = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-import ssdtrain_fx
-from ssdtrain_fx.testing import toy_hardware
+PROGRAM = Path(__file__).parents[1] / "benchmarks" / "ranks.py"
+MANY = [pytest.mark.slow, pytest.mark.timeout(1800)]
+PIPELINES = ("gpipe", "1f1b", "interleaved")
 
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(3))
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="torch was built without torch.distributed"
+)
 
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
 
-def gradients(backend):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Blocks()
-    if sys.argv[1] == "ddp":
-        step = torch.compile(nn.parallel.DistributedDataParallel(model), backend=backend)
-    else:
-        mesh = init_device_mesh("cpu", (2,))
-        for idx, block in enumerate(model.blocks):
-            model.blocks[idx] = torch.compile(block, backend=backend)
-            fully_shard(model.blocks[idx], mesh=mesh)
-        step = fully_shard(model, mesh=mesh)
-    step(torch.randn(32, 64) + dist.get_rank()).backward()
-    found = [parameter.grad for parameter in model.parameters()]
-    return [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in found]
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark, which knows how to start ranks."""
+    specification = importlib.util.spec_from_file_location("benchmark_ranks", PROGRAM)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, specification.name, module)  # dataclasses look up their module
+    specification.loader.exec_module(module)
+    for variable in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SSDTRAIN_OPTIONS"):
+        monkeypatch.delenv(variable, raising=False)
+    return module
 
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[3]), world_size=2)
-hardware = toy_hardware(1e9, kernel_s=1e-3)
-config = ssdtrain_fx.OffloadConfig(inner="aot_eager", policy="all", min_tensor_bytes=0, hardware=hardware, ssd_dir=".")
-expected, found = gradients("aot_eager"), gradients(ssdtrain_fx.backend(config))
-assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-assert any(gradient.any() for gradient in found)
-statistics = ssdtrain_fx.statistics()
-assert statistics.offloads > 0 and statistics.reloads >= statistics.offloads, statistics
-dist.destroy_process_group()
-"""
+
+def small(ranks: ModuleType, ssd_dir: Path, parallelism: str, **changes: Any) -> Any:
+    options = {"policy": "all", "min_tensor_bytes": 0, "ssd_dir": str(ssd_dir), **changes.pop("options", {})}
+    sizes = {"steps": 3, "layers": 4, "hidden": 64, "batch": 8, "sequence": 16, **changes}
+    return ranks.Job(parallelism=parallelism, variant="ssdtrain", options=options, **sizes)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("count", "parallelism", "steps"),
+    [
+        (2, "ddp", 3),
+        *(
+            pytest.param(count, parallelism, 50, marks=MANY)
+            for count in (2, 4)
+            for parallelism in ("ddp", "fsdp", *PIPELINES)
+        ),
+    ],
+)
+def test_every_bit_of_every_rank_is_equal(
+    ranks: ModuleType, tmp_path: Path, count: int, parallelism: str, steps: int
+) -> None:
+    """Losses, gradients and parameters, after every step."""
+    job = small(ranks, tmp_path, parallelism, steps=steps, layers=2 * count)
+    found = ranks.compare(job, count)
+    assert found["difference"] == ""
+    assert len(found["offloads_of_each_rank"]) == count
+    assert min(found["offloads_of_each_rank"]) >= steps
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [1, pytest.param(20, marks=MANY)])
+def test_a_killed_rank_leaves_nothing(ranks: ModuleType, tmp_path: Path, count: int) -> None:
+    """The others end with the usual error of the launcher, which names the rank."""
+    generator = random.Random(0)
+    for _ in range(count):
+        kill = ranks.kill_one(small(ranks, tmp_path, "ddp"), 2, generator)
+        assert kill.exit_code != 0
+        assert kill.names_the_rank
+        assert (kill.processes_left, kill.files_left) == (0, 0)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
-def test_gradients_are_equal(parallelism: str, tmp_path: Path) -> None:
-    """Each rank has its own data. FSDP shards blocks that are compiled one by one."""
-    command = [sys.executable, "-c", TRAINING, parallelism, str(tmp_path / "rendezvous")]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_stage_that_knows_how_many_micro_batches_it_holds_adds_less_memory(
+    ranks: ModuleType, tmp_path: Path, schedule: str
+) -> None:
+    """By itself, one micro-batch has its peak where nothing can be offloaded."""
+    options = {"policy": "auto", "max_slowdown": 0.2, "min_tensor_bytes": 1 << 16, "forwards_in_flight": 8}
+    sizes = {"steps": 6, "layers": 8, "hidden": 256, "batch": 16, "sequence": 256}
+    found = ranks.compare(small(ranks, tmp_path, schedule, options=options, **sizes), 2)
+    assert found["difference"] == ""
+    assert found["growth_bytes"] < 0.7 * found["inductor_growth_bytes"]

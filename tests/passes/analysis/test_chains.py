@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from problems import transfer_problems
 from torch import Tensor, fx, nn
 
+import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.compiler.aot_eager import compile_with_aot_eager
 from ssdtrain_fx.passes.analysis.chains import find_activation_inputs
@@ -20,6 +22,7 @@ from ssdtrain_fx.passes.planning.chains import choose_most, exposed_in_chain_s
 from ssdtrain_fx.passes.planning.plan import Offload
 from ssdtrain_fx.passes.planning.simulate import live_bytes
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, TransferProblem
+from ssdtrain_fx.testing import toy_hardware
 
 
 def test_an_activation_is_a_float_with_a_history() -> None:
@@ -32,7 +35,7 @@ def compile_once(function: Callable[..., Tensor], *inputs: Tensor, **options: An
     steps: list[OffloadedStep] = []
 
     def compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        config = OffloadConfig(inner="aot_eager", policy="all", min_tensor_bytes=0, **options)
+        config = OffloadConfig(**{"inner": "aot_eager", "policy": "all", "min_tensor_bytes": 0, **options})
         return compile_with_aot_eager(gm, example_inputs, config, observe=steps.append)
 
     torch.compile(function, backend=compiler)(*inputs).sum().backward()
@@ -88,6 +91,62 @@ def test_the_release_of_an_input_is_not_deferred(x: Tensor) -> None:
     releases = [line for line in step.joint_after.splitlines() if "ssdtrain.release" in line]
     (of_input,) = (line for line in releases if "primals_1" in line)
     assert "True" not in of_input
+
+
+def stage(x: Tensor, w: Tensor) -> Tensor:
+    """A stage of a pipeline: data comes in and an activation goes out. One micro-batch has its peak at the beginning,
+    in a result that backward does not need."""
+    wide = x.repeat(1, 32).view(-1, 32, x.shape[1]) + 1
+    x = x + wide.amax(1).detach()
+    for _ in range(3):
+        x = (x @ w).tanh()
+    return x
+
+
+def plan_of_stage(**options: Any) -> OffloadedStep:
+    hardware = toy_hardware(1e9, kernel_s=1e-3)
+    x, w = torch.randn(64, 64, requires_grad=True), nn.Parameter(torch.randn(64, 64))
+    return compile_once(stage, x, w, policy="auto", recompute=False, hardware=hardware, max_slowdown=0.5, **options)
+
+
+def test_micro_batches_in_flight_let_a_stage_move_what_it_holds() -> None:
+    alone, of_four = plan_of_stage(), plan_of_stage(forwards_in_flight=4)
+    assert alone.plan.offloaded_bytes == 0
+    assert of_four.plan.offloaded_bytes >= 3 * 64 * 64 * 4
+    assert moved_inputs(of_four) == []
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
+def test_micro_batches_may_come_back_in_any_order(order: tuple[int, ...], tmp_path: Path) -> None:
+    w = nn.Parameter(torch.randn(64, 64) / 8)
+    gradients: list[Tensor] = []
+    for backend in ("aot_eager", ssdtrain_fx.backend(micro_batch_config(tmp_path))):
+        torch._dynamo.reset()
+        compiled = torch.compile(stage, backend=backend)
+        w.grad = None
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(2):
+            batches = [torch.randn(64, 64, generator=generator).requires_grad_() for _ in order]
+            results = [compiled(batch, w) for batch in batches]
+            for number in order:
+                results[number].backward(torch.full((64, 64), 1.0 + number))
+            gradients += [batch.grad for batch in batches if batch.grad is not None]
+        assert w.grad is not None
+        gradients.append(w.grad.clone())
+    half = len(gradients) // 2
+    assert half == 9
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients[:half], gradients[half:], strict=True))
+
+
+def micro_batch_config(directory: Path) -> OffloadConfig:
+    return OffloadConfig(
+        inner="aot_eager",
+        ssd_dir=str(directory),
+        min_tensor_bytes=0,
+        hardware=toy_hardware(1e9, kernel_s=1e-3),
+        max_slowdown=0.5,
+        forwards_in_flight=4,
+    )
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)

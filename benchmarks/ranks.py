@@ -5,8 +5,10 @@
 
 torchrun starts the ranks, on CPUs with gloo. Each rank has its own data. After every step, the loss and the digests of
 gradients and parameters of each rank are compared between both runs. The table shows the rank with the largest values:
-how much its process grows in a step, and what compiled steps hold at most, measured and planned. A plan covers one
-graph, so the last two agree only where a step is one graph, as with DDP and one bucket.
+how much its process grows in a step, and what compiled steps hold at most, measured and planned. Time is the median
+step of the slowest rank, compared with Inductor's in another run, so it is only good for large differences. A plan covers one
+graph, so the last two agree only where a step is one graph. Each stage of a pipeline is told how many micro-batches it
+holds at once.
 
 With ``--kills``, random ranks are killed at random moments instead (SIGKILL). Every time, torchrun must end with an
 error, and no process and no file may be left.
@@ -21,6 +23,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -108,23 +111,30 @@ def in_parallel(job: Job, backend: Any) -> tuple[Step, list[nn.Module]]:
     layers = stack(job, job.layers)
     if job.parallelism in SCHEDULES:
         return in_pipeline(job, layers, backend)
+    model: nn.Module = Whole(layers)
+    compiled: Any = model
     if job.parallelism == "ddp":
-        model = nn.parallel.DistributedDataParallel(Whole(layers))
+        model = nn.parallel.DistributedDataParallel(model)
         compiled = torch.compile(model, backend=backend)
     else:
         mesh = init_device_mesh("cpu", (ranks,))
         for index, layer in enumerate(layers):
-            layers[index] = torch.compile(layer, backend=backend)
+            layers[index] = compile_module(layer, backend)
             fully_shard(layers[index], mesh=mesh)
-        model = compiled = fully_shard(Whole(layers), mesh=mesh)
+        fully_shard(model, mesh=mesh)
 
     def step(x: Tensor, target: Tensor) -> float:
         own_x, own_target = x.chunk(ranks)[rank], target.chunk(ranks)[rank]
-        loss = compiled(own_x, own_target)
+        loss: Tensor = compiled(own_x, own_target)
         loss.backward()
         return loss.item()
 
     return step, [model]
+
+
+def compile_module(module: nn.Module, backend: Any) -> nn.Module:
+    compiled: Any = torch.compile(module, backend=backend)
+    return compiled
 
 
 def in_pipeline(job: Job, layers: nn.Sequential, backend: Any) -> tuple[Step, list[nn.Module]]:
@@ -137,7 +147,7 @@ def in_pipeline(job: Job, layers: nn.Sequential, backend: Any) -> tuple[Step, li
     size = job.layers // count
     modules = [layers[index * size : (index + 1) * size] for index in range(rank, count, ranks)]
     stages = [
-        pipelining.PipelineStage(torch.compile(module, backend=backend), index, count, torch.device("cpu"))
+        pipelining.PipelineStage(compile_module(module, backend), index, count, torch.device("cpu"))
         for module, index in zip(modules, range(rank, count, ranks), strict=True)
     ]
     make = getattr(pipelining, SCHEDULES[job.parallelism])
@@ -151,6 +161,13 @@ def in_pipeline(job: Job, layers: nn.Sequential, backend: Any) -> tuple[Step, li
         return float(sum(loss.item() for loss in losses))
 
     return step, list(modules)
+
+
+def forwards_in_flight(parallelism: str, rank: int, ranks: int) -> int:
+    """How many micro-batches a stage of this rank holds at once."""
+    if parallelism == "1f1b":
+        return min(MICRO_BATCHES, ranks - rank)
+    return MICRO_BATCHES if parallelism in SCHEDULES else 1
 
 
 def train(job: Job, directory: Path) -> None:
@@ -168,12 +185,16 @@ def train(job: Job, directory: Path) -> None:
     torch.manual_seed(0)
     backend: Any = "inductor"
     if job.variant == "ssdtrain":
-        backend = ssdtrain_fx.backend(ssdtrain_fx.OffloadConfig(**job.options))
+        in_flight = forwards_in_flight(job.parallelism, rank, dist.get_world_size())
+        options: dict[str, Any] = {"forwards_in_flight": in_flight, **job.options}
+        config = ssdtrain_fx.OffloadConfig(**options)
+        backend = ssdtrain_fx.backend(config)
     step, modules = in_parallel(job, backend)
     parameters = {f"{index}.{name}": p for index, m in enumerate(modules) for name, p in m.named_parameters()}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     found: list[dict[str, str]] = []
+    seconds: list[float] = []
     with (directory / f"steps-{rank}").open("a") as steps:
         for index in range(job.steps):
             x, target = (torch.randn(job.batch, job.sequence, job.hidden, generator=generator) for _ in range(2))
@@ -181,32 +202,35 @@ def train(job: Job, directory: Path) -> None:
                 ssdtrain_fx.reset_peak_memory_stats()
                 reset_peak("cpu")
             optimizer.zero_grad()
+            began_s = time.perf_counter()
             loss = step(x, target)
+            seconds.append(time.perf_counter() - began_s)
             optimizer.step()
             values = {f"gradient {name}": _local(p.grad) for name, p in parameters.items() if p.grad is not None}
             values |= {f"parameter {name}": _local(p.detach()) for name, p in parameters.items()}
             found.append({"loss": loss.hex(), **digests(values)})
             steps.write(".")
             steps.flush()
-    memory, statistics, process_peak_bytes = ssdtrain_fx.memory_stats(), ssdtrain_fx.statistics(), peak_bytes("cpu")
+    memory, moved, process_peak_bytes = ssdtrain_fx.memory_stats(), ssdtrain_fx.statistics(), peak_bytes("cpu")
     optimizer.zero_grad()
     return_unused_memory()
     result = {
         "steps": found,
+        "step_s": statistics.median(seconds[WARM_UP_STEPS:]),
         "growth_bytes": process_peak_bytes - used_bytes("cpu"),
         "activation_peak_bytes": memory.allocated_peak_bytes,
         "planned_peak_bytes": memory.planned_peak_bytes,
-        "offloads": statistics.offloads,
-        "bytes_written": statistics.bytes_written,
+        "offloads": moved.offloads,
+        "bytes_written": moved.bytes_written,
     }
     (directory / f"rank-{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local(tensor: Any) -> Tensor:
     """The shard of this rank."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 # -- all ranks ---------------------------------------------------------------------------------------------------------
@@ -265,6 +289,7 @@ def compare(job: Job, ranks: int) -> dict[str, Any]:
         "ranks": ranks,
         "steps": job.steps,
         "difference": first_difference(ours, plain),
+        "time_ratio": most["step_s"] / max(rank["step_s"] for rank in plain),
         "inductor_growth_bytes": max(rank["growth_bytes"] for rank in plain),
         "offloads_of_each_rank": [rank["offloads"] for rank in ours],
         **most,
@@ -318,7 +343,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, action="append", help="default: 2")
     parser.add_argument("--parallelism", action="append", choices=PARALLELISMS, help="default: all")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=50, help="at least 4")
     parser.add_argument("--kills", type=int, default=0, help="kill so many ranks instead")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--layers", type=int, default=8)
@@ -330,7 +355,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--directory", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    if chosen.steps <= WARM_UP_STEPS:
+        parser.error(f"--steps must be at least {WARM_UP_STEPS + 1}: the first {WARM_UP_STEPS} do not count.")
+    return chosen
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -341,7 +369,8 @@ def main(arguments: Sequence[str]) -> int:
     options: dict[str, Any] = {"ssd_dir": chosen.ssd_dir, "max_slowdown": 0.05, "min_tensor_bytes": 1 << 16}
     options |= parse_options(chosen.option)
     size = {name: getattr(chosen, name) for name in ("steps", "layers", "hidden", "batch", "sequence")}
-    console, rows, is_right = Console(), [], True
+    console, is_right = Console(), True
+    rows: list[dict[str, Any]] = []
     generator = random.Random(chosen.seed)
     for ranks in chosen.ranks or [2]:
         for parallelism in chosen.parallelism or PARALLELISMS:
@@ -368,14 +397,14 @@ def main(arguments: Sequence[str]) -> int:
 def render(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="The rank with the largest values, MiB")
     names = ("inductor_growth_bytes", "growth_bytes", "activation_peak_bytes", "planned_peak_bytes")
-    for column in ("", "ranks", "growth, Inductor", "growth", "activations", "planned", "offloads", "bits"):
+    for column in ("", "ranks", "growth, Inductor", "growth", "activations", "planned", "time", "bits"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             row["parallelism"],
             str(row["ranks"]),
             *(f"{row[name] / (1 << 20):.1f}" for name in names),
-            str(row["offloads"]),
+            f"{row['time_ratio']:.2f}",
             row["difference"] or "equal",
         )
     return table

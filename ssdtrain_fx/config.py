@@ -134,9 +134,13 @@ class OffloadConfig:
     to the SSD. The ranks on one machine share this number of bytes."""
 
     local_ranks: int | None = None
-    """Ranks of a distributed run on this machine. They share the rates of the drives, ``host_budget_bytes``, and with
+    """Ranks of a distributed run on this machine. They share ``host_budget_bytes``, and with
     ``memory_budget_bytes="auto"`` what the memory limit leaves. None: as the launcher says (``LOCAL_WORLD_SIZE``, which
-    torchrun sets), else 1. Set it to 1 if each rank has a drive of its own."""
+    torchrun sets), else 1."""
+
+    drive_ranks: int | None = None
+    """Ranks that use the drives in ``ssd_dir`` at the same time, this one included. A plan counts with its share of
+    their rates. None: all ranks on this machine."""
 
     disk_reserve_bytes: int | None = None
     """Free space that offloading leaves on the file system of each directory, for checkpoints and other files. What
@@ -214,8 +218,9 @@ class OffloadConfig:
         if self.disk_reserve_bytes is not None:
             require_int("disk_reserve_bytes", self.disk_reserve_bytes, minimum=0, or_else="or None")
         require_int("forwards_in_flight", self.forwards_in_flight, minimum=1, of="forwards")
-        if self.local_ranks is not None:
-            require_int("local_ranks", self.local_ranks, minimum=1, of="ranks", or_else="or None")
+        for name in ("local_ranks", "drive_ranks"):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), minimum=1, of="ranks", or_else="or None")
         if self.policy == "all" and self.memory_budget_bytes is not None:
             raise ConfigError(
                 "Options policy='all' and memory_budget_bytes of backend 'ssdtrain' contradict each other: the "
@@ -251,7 +256,7 @@ class OffloadConfig:
         Raises:
             ConfigError: ``hardware`` names a file that is missing or holds no profile.
         """
-        hardware = self._find_hardware(device).shared_by(self._ranks)
+        hardware = self._find_hardware(device).shared_by(self.drive_ranks or self._ranks)
         if self._own_host_budget_bytes is None or not hardware.has_host_tier:
             return hardware
         return dataclasses.replace(hardware, staging_bytes=self._own_host_budget_bytes)

@@ -36,7 +36,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def small(ranks: ModuleType, ssd_dir: Path, parallelism: str, **changes: Any) -> Any:
     options = {"policy": "all", "min_tensor_bytes": 0, "ssd_dir": str(ssd_dir), **changes.pop("options", {})}
-    sizes = {"steps": 3, "layers": 4, "hidden": 64, "batch": 8, "sequence": 16, **changes}
+    sizes = {"steps": 4, "layers": 4, "hidden": 64, "batch": 8, "sequence": 16, **changes}
     return ranks.Job(parallelism=parallelism, variant="ssdtrain", options=options, **sizes)
 
 
@@ -44,7 +44,7 @@ def small(ranks: ModuleType, ssd_dir: Path, parallelism: str, **changes: Any) ->
 @pytest.mark.parametrize(
     ("count", "parallelism", "steps"),
     [
-        (2, "ddp", 3),
+        (2, "ddp", 4),
         *(
             pytest.param(count, parallelism, 50, marks=MANY)
             for count in (2, 4)
@@ -83,7 +83,7 @@ def test_a_stage_that_knows_how_many_micro_batches_it_holds_adds_less_memory(
     ranks: ModuleType, tmp_path: Path, schedule: str
 ) -> None:
     """By itself, one micro-batch has its peak where nothing can be offloaded."""
-    options = {"policy": "auto", "max_slowdown": 0.2, "min_tensor_bytes": 1 << 16, "forwards_in_flight": 8}
+    options = {"policy": "auto", "max_slowdown": 0.2, "min_tensor_bytes": 1 << 16}
     sizes = {"steps": 6, "layers": 8, "hidden": 256, "batch": 16, "sequence": 256}
     found = ranks.compare(small(ranks, tmp_path, schedule, options=options, **sizes), 2)
     assert found["difference"] == ""

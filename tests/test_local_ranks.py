@@ -80,6 +80,7 @@ def test_the_option_counts_more_than_the_launcher(monkeypatch: pytest.MonkeyPatc
     alone = toy_hardware(8.0)
     assert OffloadConfig(hardware=alone).load_hardware("cpu") == alone.shared_by(4)
     assert OffloadConfig(hardware=alone, local_ranks=1).load_hardware("cpu") == alone
+    assert OffloadConfig(hardware=alone, drive_ranks=2).load_hardware("cpu") == alone.shared_by(2)
 
 
 def test_ranks_share_the_rates_of_the_drives_and_nothing_else() -> None:

@@ -58,6 +58,7 @@ def test_an_unknown_option_lists_the_valid_ones() -> None:
         ("host_budget_bytes", 0, "at least 1"),
         ("local_ranks", 0, "at least 1"),
         ("local_ranks", "4", "an integer number of ranks, or None"),
+        ("drive_ranks", 0, "at least 1"),
         ("forwards_in_flight", 0, "at least 1"),
         ("forwards_in_flight", None, "an integer number of forwards"),
         ("disk_reserve_bytes", -1, "at least 0"),

@@ -5,10 +5,10 @@
 
 torchrun starts the ranks, on CPUs with gloo. Each rank has its own data. After every step, the loss and the digests of
 gradients and parameters of each rank are compared between both runs. The table shows the rank with the largest values:
-how much its process grows in a step, and what compiled steps hold at most, measured and planned. Time is the median
-step of the slowest rank, compared with Inductor's in another run, so it is only good for large differences. A plan covers one
-graph, so the last two agree only where a step is one graph. Each stage of a pipeline is told how many micro-batches it
-holds at once.
+how much its process grows in a step, and what compiled steps hold at most, measured and planned. A plan covers one
+graph, so these two agree only where a step is one graph. Time is the median step of the slowest rank; both runs are
+separate, so only large differences mean something. Each stage of a pipeline is told how many micro-batches it holds at
+once.
 
 With ``--kills``, random ranks are killed at random moments instead (SIGKILL). Every time, torchrun must end with an
 error, and no process and no file may be left.

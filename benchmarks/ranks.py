@@ -1,4 +1,4 @@
-"""Train in several ranks on this machine, and compare every bit with plain Inductor: DDP, FSDP, and pipelines.
+"""Train in several ranks on this machine, and compare every bit with plain Inductor: DDP, FSDP, tensors, pipelines.
 
     python benchmarks/ranks.py --ranks 2 --ranks 4 --steps 50
     python benchmarks/ranks.py --ranks 4 --parallelism ddp --kills 20
@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from ssdtrain_fx.cli.common import parse_options
 VARIANTS = ("inductor", "ssdtrain")
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
 """torch refuses compiled stages in those without bubbles."""
-PARALLELISMS = ("ddp", "fsdp", *SCHEDULES)
+PARALLELISMS = ("ddp", "fsdp", "tensor", *SCHEDULES)
 STAGES_PER_RANK = 2
 """Of the schedule that interleaves."""
 MICRO_BATCHES = 8
@@ -106,6 +106,7 @@ def in_parallel(job: Job, backend: Any) -> tuple[Step, list[nn.Module]]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     layers = stack(job, job.layers)
@@ -113,19 +114,24 @@ def in_parallel(job: Job, backend: Any) -> tuple[Step, list[nn.Module]]:
         return in_pipeline(job, layers, backend)
     model: nn.Module = Whole(layers)
     compiled: Any = model
+    mesh = init_device_mesh("cpu", (ranks,))
     if job.parallelism == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
         compiled = torch.compile(model, backend=backend)
+    elif job.parallelism == "tensor":
+        for layer in layers:
+            parallelize_module(layer, mesh, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
+        compiled = torch.compile(model, backend=backend)
     else:
-        mesh = init_device_mesh("cpu", (ranks,))
         for index, layer in enumerate(layers):
             layers[index] = compile_module(layer, backend)
             fully_shard(layers[index], mesh=mesh)
         fully_shard(model, mesh=mesh)
 
     def step(x: Tensor, target: Tensor) -> float:
-        own_x, own_target = x.chunk(ranks)[rank], target.chunk(ranks)[rank]
-        loss: Tensor = compiled(own_x, own_target)
+        if job.parallelism != "tensor":  # where all ranks compute on the same data
+            x, target = x.chunk(ranks)[rank], target.chunk(ranks)[rank]
+        loss: Tensor = compiled(x, target)
         loss.backward()
         return loss.item()
 
@@ -206,9 +212,7 @@ def train(job: Job, directory: Path) -> None:
             loss = step(x, target)
             seconds.append(time.perf_counter() - began_s)
             optimizer.step()
-            values = {f"gradient {name}": _local(p.grad) for name, p in parameters.items() if p.grad is not None}
-            values |= {f"parameter {name}": _local(p.detach()) for name, p in parameters.items()}
-            found.append({"loss": loss.hex(), **digests(values)})
+            found.append({"loss": loss.hex(), **digests(gradients_and_parameters(parameters))})
             steps.write(".")
             steps.flush()
     memory, moved, process_peak_bytes = ssdtrain_fx.memory_stats(), ssdtrain_fx.statistics(), peak_bytes("cpu")
@@ -222,10 +226,17 @@ def train(job: Job, directory: Path) -> None:
         "planned_peak_bytes": memory.planned_peak_bytes,
         "offloads": moved.offloads,
         "bytes_written": moved.bytes_written,
+        "kept_for_time": moved.kept_for_time,
     }
     (directory / f"rank-{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def gradients_and_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """What this rank holds of them."""
+    gradients = {f"gradient {name}": _local(p.grad) for name, p in parameters.items() if p.grad is not None}
+    return gradients | {f"parameter {name}": _local(p.detach()) for name, p in parameters.items()}
 
 
 def _local(tensor: Any) -> Tensor:

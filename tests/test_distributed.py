@@ -48,7 +48,7 @@ def small(ranks: ModuleType, ssd_dir: Path, parallelism: str, **changes: Any) ->
         *(
             pytest.param(count, parallelism, 50, marks=MANY)
             for count in (2, 4)
-            for parallelism in ("ddp", "fsdp", *PIPELINES)
+            for parallelism in ("ddp", "fsdp", "tensor", *PIPELINES)
         ),
     ],
 )

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import torch
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.function_names import cache_name
 from ssdtrain_fx.hardware import Hardware
-from ssdtrain_fx.local_ranks import count_local_ranks
+from ssdtrain_fx.local_ranks import count_local_ranks, warn_of_unknown_ranks
 from ssdtrain_fx.machine.automatic_budget import automatic_budget, trained_parameter_bytes
 from ssdtrain_fx.memory_limit import read_device_memory, read_memory_limit
 from ssdtrain_fx.option_checks import (
@@ -226,6 +227,12 @@ class OffloadConfig:
                 "Options policy='all' and memory_budget_bytes of backend 'ssdtrain' contradict each other: the "
                 "first offloads everything, the second only as much as needed. Remove one of them."
             )
+        if self.memory_budget_bytes == "auto" and self.forwards_in_flight > 1:
+            raise ConfigError(
+                f"Options memory_budget_bytes='auto' and forwards_in_flight={self.forwards_in_flight} of backend "
+                "'ssdtrain' contradict each other: each of the forwards would get all that the memory limit leaves. "
+                "Use max_slowdown, or a number of bytes for each of them."
+            )
         if isinstance(self.max_slowdown, bool) or not isinstance(self.max_slowdown, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise wrong("max_slowdown", self.max_slowdown, "a number such as 0.01")
         if not 0 <= self.max_slowdown < float("inf"):
@@ -256,6 +263,8 @@ class OffloadConfig:
         Raises:
             ConfigError: ``hardware`` names a file that is missing or holds no profile.
         """
+        if self.local_ranks is None and self.drive_ranks is None:
+            warn_of_unknown_ranks()
         hardware = self._find_hardware(device).shared_by(self.drive_ranks or self._ranks)
         if self._own_host_budget_bytes is None or not hardware.has_host_tier:
             return hardware
@@ -268,8 +277,14 @@ class OffloadConfig:
             from ssdtrain_fx.machine.probe import load_hardware
 
             # In a separate thread: modes are per thread, and under the FakeTensorMode of a trace no op really runs.
+            interrupted = threading.Event()
             with ThreadPoolExecutor(1) as pool:
-                return pool.submit(load_hardware, device, self.engine_config().ssd_dir).result()
+                found = pool.submit(load_hardware, device, self.engine_config().ssd_dir, interrupted=interrupted)
+                try:
+                    return found.result()
+                except KeyboardInterrupt:
+                    interrupted.set()  # the thread may wait for another process; leaving the pool waits for the thread
+                    raise
         try:
             return Hardware.from_json(Path(self.hardware).read_text())
         except (OSError, ValueError, TypeError, KeyError) as error:

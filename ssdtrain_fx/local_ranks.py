@@ -20,10 +20,16 @@ def count_local_ranks() -> int:
         value = os.environ.get(variable, "")
         if value.isdecimal() and int(value) > 0:
             return int(value)
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        _warn(distributed.get_world_size())
     return 1
+
+
+def warn_of_unknown_ranks() -> None:
+    """Warn, once, if this process is one of several ranks and no launcher says how many of them are here."""
+    distributed = torch.distributed
+    if any(os.environ.get(variable) for variable in COUNT_VARIABLES) or not distributed.is_available():
+        return
+    if distributed.is_initialized() and distributed.get_world_size() > 1:
+        _warn(distributed.get_world_size())
 
 
 @functools.cache

@@ -6,8 +6,10 @@ import dataclasses
 import itertools
 import multiprocessing
 import resource
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,10 @@ from torch import Tensor, nn
 
 import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig, local_ranks
+from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.local_ranks import COUNT_VARIABLES, count_local_ranks
+from ssdtrain_fx.machine import probe
 from ssdtrain_fx.machine.profile_store import measuring_alone
 from ssdtrain_fx.memory_limit import read_memory_limit
 from ssdtrain_fx.testing import toy_hardware
@@ -57,7 +62,8 @@ def test_ranks_without_a_launcher_are_warned_once(
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    assert (count_local_ranks(), count_local_ranks()) == (1, 1)
+    for _ in range(2):
+        assert OffloadConfig(hardware=alone()).load_hardware("cpu") == alone()
     (record,) = caplog.records
     assert record.getMessage() == (
         "torch.distributed has 4 ranks, but no launcher has set LOCAL_WORLD_SIZE: plans assume that no other rank uses "
@@ -65,10 +71,19 @@ def test_ranks_without_a_launcher_are_warned_once(
     )
 
 
-def test_who_sets_the_option_is_not_warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def alone() -> Hardware:
+    return toy_hardware(8.0)
+
+
+@pytest.mark.parametrize("option", ["local_ranks", "drive_ranks"])
+def test_who_sets_the_option_is_not_warned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, option: str
+) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    OffloadConfig(local_ranks=1, hardware=toy_hardware()).load_hardware("cpu")
+    config = OffloadConfig(hardware=alone(), **{option: 1})
+    config.load_hardware("cpu")
+    config.cache_key()
     assert caplog.records == []
 
 
@@ -158,6 +173,11 @@ def test_a_shared_drive_moves_less_in_the_same_time() -> None:
     assert alone > of_four > of_many == 0
 
 
+def test_an_automatic_budget_is_not_for_several_forwards() -> None:
+    with pytest.raises(ConfigError, match=r"'auto' and forwards_in_flight=8 .* contradict .* Use max_slowdown, or a"):
+        OffloadConfig(memory_budget_bytes="auto", forwards_in_flight=8)
+
+
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
@@ -188,6 +208,31 @@ def test_a_process_that_measures_for_ever_is_not_waited_for(tmp_path: Path, monk
         began_s = time.monotonic()
         with measuring_alone(wait_s=0.2):
             assert 0.2 <= time.monotonic() - began_s < 60
+
+
+def test_an_interrupt_ends_the_wait_for_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSDTRAIN_PROFILE_DIR", str(tmp_path))
+    interrupted = threading.Event()
+    interrupted.set()
+    with measuring_alone(), pytest.raises(KeyboardInterrupt), measuring_alone(interrupted=interrupted):
+        raise AssertionError("it did not wait")
+    with measuring_alone(interrupted=interrupted):
+        pass
+
+
+def test_an_interrupted_compilation_tells_the_thread_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. The thread waits for another process. 2. Ctrl-C in the main thread. 3. The thread learns of it, and ends."""
+
+    def wait(*_: object, interrupted: threading.Event) -> None:
+        assert interrupted.wait(60)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(probe, "load_hardware", wait)
+    monkeypatch.setattr(Future, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        OffloadConfig().load_hardware("cpu")
 
 
 def test_where_no_directory_can_be_locked_everybody_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,9 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadC
     budget = config.find_budget(example_inputs)
 
     def compile_for(gm: fx.GraphModule, inputs: Sequence[Any], hardware: Hardware) -> Any:
-        return _compile_once(gm, inputs, dataclasses.replace(config, hardware=hardware), mode, budget)
+        # ``hardware`` has what is this rank's share of the drives already.
+        own = dataclasses.replace(config, hardware=hardware, drive_ranks=1)
+        return _compile_once(gm, inputs, own, mode, budget)
 
     drift = Drift(config.load_hardware(device_of(example_inputs)))
     return ReplanningStep(gm, example_inputs, compile_for, drift, statistics).run

@@ -90,7 +90,8 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         self.budget = config.find_budget(example_inputs) if budget is None else budget
         self.observe = observe
         self.on_warning = on_warning
-        self.chunking = LossChunking(config, example_inputs, is_link=bool(self.activation_inputs))
+        is_link = bool(self.activation_inputs) or config.forwards_in_flight > 1
+        self.chunking = LossChunking(config, example_inputs, is_link=is_link)
         self.inner: private.CustomPartitionerFn | None = private.current_setting("custom_partitioner_fn")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadPartitioner:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from pathlib import Path
 
 import torch
@@ -44,11 +45,14 @@ _known: dict[str, Hardware] = {}
 _known_lock = ForkSafeLock()
 
 
-def load_hardware(device: str, ssd_dir: SsdDir, *, measure: bool = True) -> Hardware:
+def load_hardware(
+    device: str, ssd_dir: SsdDir, *, measure: bool = True, interrupted: threading.Event | None = None
+) -> Hardware:
     """The profile of ``device`` ("cpu", "cuda" or "cuda:1") and of the file systems that hold ``ssd_dir``.
 
     It is read from the user's profiles. If none is stored, the machine is measured within seconds and the profile is
-    stored. Later calls in this process return the same profile, whatever happens to the file.
+    stored. Later calls in this process return the same profile, whatever happens to the file. While other processes
+    measure, the call waits for them; it ends with KeyboardInterrupt if ``interrupted`` is set.
 
     Raises:
         ConfigError: nothing can be written in ``ssd_dir``, or nothing is stored and ``measure`` is False.
@@ -66,7 +70,7 @@ def load_hardware(device: str, ssd_dir: SsdDir, *, measure: bool = True) -> Hard
                     "Run `ssdtrain-fx probe` first."
                 )
             try:
-                with measuring_alone():  # the ranks of one run would disturb each other
+                with measuring_alone(interrupted=interrupted):  # the ranks of one run would disturb each other
                     hardware = read_profile(key) or _measure_quickly(device, directories, key)
             except FullDiskError as error:  # training can go on: what cannot be written stays in memory
                 log.warning("%s Until then, plans assume a drive of 2 GB/s.", error)

@@ -10,7 +10,8 @@ Guarantees:
 
 * A file exists completely or not at all: it is written under a temporary name and renamed.
 * Processes that measure at the same time end up with the same profile, the one that was stored first.
-* Processes that load a profile that is not stored measure one after the other: the first stores it, the others read it.
+* Processes that load a profile that is not stored measure one after the other, where a directory can be locked. If the
+  first could store its profile, the others read it.
 * A file that cannot be read or written costs a warning and a measurement, never an error.
 """
 
@@ -24,6 +25,7 @@ import json
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -139,11 +141,13 @@ def store_profile(key: ProfileKey, hardware: Hardware, *, replace: bool) -> Hard
 
 
 @contextlib.contextmanager
-def measuring_alone(wait_s: float = WAIT_S) -> Generator[None]:
+def measuring_alone(wait_s: float = WAIT_S, *, interrupted: threading.Event | None = None) -> Generator[None]:
     """A block that runs in one process at a time, of those that store profiles in the same directory.
 
-    After ``wait_s``, or where a directory cannot be locked, it runs anyway.
+    After ``wait_s``, or where a directory cannot be locked, as on NFS, it runs anyway. Raises KeyboardInterrupt while
+    it waits if ``interrupted`` is set.
     """
+    interrupted = threading.Event() if interrupted is None else interrupted
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             directory = profile_directory()
@@ -152,7 +156,8 @@ def measuring_alone(wait_s: float = WAIT_S) -> Generator[None]:
             stack.callback(os.close, descriptor)
             end_s = time.monotonic() + wait_s
             while not _try_lock(descriptor) and time.monotonic() < end_s:
-                time.sleep(0.05)
+                if interrupted.wait(0.05):
+                    raise KeyboardInterrupt
             stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # a forked child may have inherited the descriptor
         yield
 

@@ -187,3 +187,23 @@ def test_a_new_plan_keeps_the_automatic_budget(monkeypatch: pytest.MonkeyPatch) 
     first, second = budgets
     assert first == second
     assert first.size_bytes > 1 << 29
+
+
+def test_plans_share_the_drives_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan, and the next one, for measured rates, which are those of this rank."""
+    plans: list[Any] = []
+    compile_with_aot_eager = dynamo_backend.compile_with_aot_eager
+
+    def compile_and_note(gm: Any, inputs: Any, config: OffloadConfig, *rest: Any, **keywords: Any) -> Any:
+        plans.append(config.load_hardware("cpu"))
+        return compile_with_aot_eager(gm, inputs, config, *rest, **keywords)
+
+    monkeypatch.setattr(dynamo_backend, "compile_with_aot_eager", compile_and_note)
+    monkeypatch.setattr(dynamo_backend, "statistics", lambda: SLOW)
+    config = OffloadConfig(inner="aot_eager", hardware=FAST_DISK, replan="auto", local_ranks=4)
+    compiled = torch.compile(Tower(), backend=backend(config))
+    for _ in range(DRIFT_STEPS + 1):
+        compiled(torch.randn(8, 32)).backward()
+    first, second = plans
+    assert first == FAST_DISK.shared_by(4)
+    assert second.write.bytes_per_s == SLOW.write_bytes_per_s

@@ -177,6 +177,7 @@ class GraphRun:
         "__weakref__",
         "_after",
         "_before",
+        "follows_forward",
         "graph_name",
         "handles",
         "last_waited_bytes",
@@ -194,6 +195,8 @@ class GraphRun:
         self.handles: list[int] = []
         self.names: set[str] = set()
         self.reload_count = 0
+        self.follows_forward = False
+        """A forward ran between its backward and the one before."""
         self.used_bytes = 0
         """Bytes that backward has reloaded and already used."""
         self.last_waited_bytes = 0

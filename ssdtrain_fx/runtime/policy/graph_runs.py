@@ -11,7 +11,9 @@ came::
     forward    run 1 -> run 2 -> run 3
     backward   run 1 -> run 2 -> run 3
 
-So the guess is the run before, unless its backward has been; then it is the run after.
+So the guess is the run before, unless its backward has been; then it is the run after. If a forward ran between this
+backward and the last one, as in 1F1B, another one will run before the next backward. What is read ahead would be in
+memory during it, so nothing is.
 
 Guarantees:
 
@@ -47,6 +49,8 @@ class GraphRuns:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._of_thread = _OfThread()
+        self._forward_came = False
+        """A forward has begun since the last backward began."""
         self._turn_by_graph: dict[str, dict[str, int]] = {}
         """The order in which the last backward of a graph requested its tensors: 1, 2, 3 ..., by name."""
 
@@ -56,6 +60,7 @@ class GraphRuns:
         run = mine.forward
         if run is None or run.graph_name != graph_name or entry.name in run.names:
             run = mine.forward = GraphRun(graph_name, run)
+            self._forward_came = True
         run.handles.append(handle)
         run.names.add(entry.name)
         entry.run = run
@@ -71,6 +76,8 @@ class GraphRuns:
         run, mine = entry.run, self._of_thread
         if run is None:
             return
+        if run.reload_count == 0:
+            run.follows_forward, self._forward_came = self._forward_came, False
         run.reload_count += 1
         self._turn_by_graph.setdefault(run.graph_name, {})[entry.name] = run.reload_count
         if mine.guess is not None:
@@ -88,7 +95,7 @@ class GraphRuns:
         run.used_bytes += run.last_waited_bytes
         run.last_waited_bytes = entry.byte_count
         ahead, entries = run.before, self._to_come(run.before)
-        if not entries:
+        if not entries and not run.follows_forward:
             ahead, entries = run.after, self._to_come(run.after)
         if ahead is None or not entries:
             return []
@@ -99,7 +106,7 @@ class GraphRuns:
         chosen: list[Entry] = []
         # In the order of the last backward. Entries without a turn come after, those saved last first.
         for other in sorted(entries, key=lambda other: turns.get(other.name, len(turns) + 1)):
-            if other.stays or other.ahead is not None:
+            if other.reloaded or other.stays or other.ahead is not None:
                 continue
             room_bytes -= other.byte_count
             if room_bytes < 0:
@@ -108,9 +115,8 @@ class GraphRuns:
         return chosen
 
     def _to_come(self, run: GraphRun | None) -> list[Entry]:
-        """The entries of ``run`` if backward has not requested any of them."""
-        entries = [] if run is None else self._entries(run)
-        return [] if any(entry.reloaded for entry in entries) else entries
+        """The entries of ``run`` if its backward has not begun."""
+        return [] if run is None or run.reload_count else self._entries(run)
 
     def _entries(self, run: GraphRun) -> list[Entry]:
         found = (self._ledger.entries.get(handle) for handle in run.handles)

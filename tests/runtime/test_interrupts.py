@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -219,6 +220,42 @@ def test_an_engine_that_was_given_up_frees_its_tensors_at_once(is_dropped: bool,
     del x
     assert storage() is None
     assert entry() is None
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_entry_whose_owner_died_early_goes_when_its_transfers_end(kind: str) -> None:
+    file = MemoryFile()
+    file.direct = kind == "aio"
+    file.cuda = FakeCuda(keeps_log=False) if kind == "cuda" else None
+    file.writes_may_go_on.clear()
+    with open_engine(file, EngineConfig(ssd_dir="/tmp")) as engine:
+        owner = engine.offload(torch.arange(100_000), "x")
+        found = engine.find_entry(owner)
+        assert found is not None
+        entry = weakref.ref(found)
+        del found
+        assert file.write_begun.acquire(timeout=60)
+        del owner
+        assert entry() is not None
+        file.writes_may_go_on.set()
+        engine.wait_until_idle()
+        end_s = time.monotonic() + 30
+        while entry() is not None and time.monotonic() < end_s:  # an I/O thread may still hold its last task
+            engine.statistics()
+            time.sleep(0.01)
+        assert entry() is None
+
+
+def test_what_is_logged_of_an_interrupt_holds_no_frame(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with open_engine(MemoryFile(), EngineConfig(ssd_dir="/tmp")) as engine:
+        with pytest.raises(KeyboardInterrupt), engine._ledger.lock, engine._ledger.change:
+            raise KeyboardInterrupt
+        assert engine.has_failed
+    (record,) = (record for record in caplog.records if "interrupted an op" in record.getMessage())
+    assert isinstance(record.args, tuple)
+    assert [type(argument) for argument in record.args] == [str, str]
 
 
 # -- everywhere --------------------------------------------------------------------------------------------------------

@@ -221,9 +221,9 @@ def test_a_tensor_that_dies_while_another_thread_has_the_lock_is_not_held(
     holder.start()
     assert has_lock.wait(60)
     del token
+    assert engine._ledger.dead_handles  # nobody can look before the lock is free
     dropped.set()
     holder.join()
-    assert engine._ledger.dead_handles
     cuda.finish_all()
     while engine._ledger.counters.in_flight_bytes:
         time.sleep(0.001)

@@ -315,7 +315,7 @@ def test_statistics_of_one_step(file: MemoryFile, directory: str) -> None:
 
 
 def test_a_large_file_is_cut_after_use(file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssdtrain_fx.runtime.book.ledger.TRIM_ABOVE_BYTES", 8192)
+    monkeypatch.setattr("ssdtrain_fx.runtime.book.upkeep.TRIM_ABOVE_BYTES", 8192)
     with engine_on(file, directory) as engine:
         large = offload(engine, torch.arange(10_000))
         engine.wait_until_idle()
@@ -333,7 +333,7 @@ def test_a_large_file_is_cut_after_use(file: MemoryFile, directory: str, monkeyp
 def test_a_file_that_cannot_be_cut_keeps_its_size_and_training_goes_on(
     file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ssdtrain_fx.runtime.book.ledger.TRIM_ABOVE_BYTES", 8192)
+    monkeypatch.setattr("ssdtrain_fx.runtime.book.upkeep.TRIM_ABOVE_BYTES", 8192)
 
     def refuse(size_bytes: int, from_bytes: int) -> None:
         raise OSError(errno.EIO, "Input/output error")

@@ -31,7 +31,7 @@ import logging
 import threading
 from typing import Any, NamedTuple
 
-from ssdtrain_fx.errors import ConfigError, InternalError, SSDTrainError
+from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError, SSDTrainError
 from ssdtrain_fx.runtime.shield import is_mine
 
 log = logging.getLogger(__name__)
@@ -106,6 +106,28 @@ class Change:
             else:
                 log.error("the I/O of the engine on %s stopped", self._path, exc_info=error)
         self._progress.notify_all()
+
+    def check_usable(self, name: str) -> None:
+        """Raise if an op on the tensor ``name`` cannot succeed any more, or if a finaliser was interrupted. Needs the
+        lock."""
+        failure, undelivered = self.failure, self.undelivered
+        if undelivered is not None:
+            self.undelivered = None
+            try:
+                raise undelivered
+            finally:
+                del undelivered  # its traceback will hold this frame
+        if failure is None:
+            return
+        if issubclass(failure.error_type, ConfigError):
+            raise ConfigError(failure.text)
+        if failure.is_interrupt:
+            raise ActivationLostError(
+                f"{name!r} cannot be read back: {failure.text} interrupted an op, so the engine on {self._path} "
+                "was given up, and what it had saved is lost. Run the step again from its forward: it opens another "
+                "engine."
+            )
+        raise InternalError(f"{name!r}: the I/O of the engine on {self._path} stopped: {failure.text}")
 
     def check(self) -> None:
         """Record the failure of a change whose thread was interrupted twice. Needs the lock."""

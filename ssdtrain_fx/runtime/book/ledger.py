@@ -13,7 +13,6 @@ Guarantees:
 from __future__ import annotations
 
 import collections
-import logging
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -22,21 +21,17 @@ import torch
 from torch import Tensor
 
 from ssdtrain_fx._torch_private import storage_key
-from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
+from ssdtrain_fx.errors import ActivationLostError
 from ssdtrain_fx.runtime.book.admission import Admission
 from ssdtrain_fx.runtime.book.changes import Change, Progress
 from ssdtrain_fx.runtime.book.counters import Counters
 from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Traffic
+from ssdtrain_fx.runtime.book.upkeep import Upkeep
 from ssdtrain_fx.runtime.handles.tokens import OwnerRef
-from ssdtrain_fx.runtime.shield import is_mine, shielded
+from ssdtrain_fx.runtime.shield import is_mine
 from ssdtrain_fx.runtime.storage.slots import SlotAllocator
 from ssdtrain_fx.runtime.storage.spill_file import ChunkFile
-
-log = logging.getLogger(__name__)
-
-TRIM_ABOVE_BYTES = 1 << 30
-"""A smaller file is never shrunk while the engine is open. A guess."""
 
 
 class Observer(Protocol):
@@ -70,6 +65,7 @@ class Ledger:
         self.residents: dict[int, Entry] = {}
         """Entries that stayed in memory, by the identity of their storage, whose address changes if it is resized."""
         self.slots = SlotAllocator()
+        self.upkeep = Upkeep(file, self.slots)
         self.counters = Counters()
         self.dead_handles: collections.deque[int] = collections.deque()
         """Filled by :meth:`note_death`, without the lock."""
@@ -86,11 +82,6 @@ class Ledger:
         """What records events; None while nothing is recorded."""
         self.closed = False
         self._left_to_parent: dict[int, Entry] | None = None
-        self.trim_wanted = False
-        self._may_trim = True
-        self._peak_end_bytes = 0
-        self._warned_of_write_error = False
-        self._unreported: OSError | None = None
 
     def begin_op(self, name: str) -> None:
         """Raise if an op on the tensor ``name`` cannot succeed any more. Also drains dead handles."""
@@ -107,23 +98,7 @@ class Ledger:
                 f"{name!r}: the engine on {self.file.path} was opened before this process was forked. Its saved "
                 "tensors are in the parent process: run backward in the process that ran forward."
             )
-        failure, undelivered = self.change.failure, self.change.undelivered
-        if undelivered is not None:
-            self.change.undelivered = None
-            try:
-                raise undelivered
-            finally:
-                del undelivered  # its traceback will hold this frame
-        if failure is not None and issubclass(failure.error_type, ConfigError):
-            raise ConfigError(failure.text)
-        if failure is not None and failure.is_interrupt:
-            raise ActivationLostError(
-                f"{name!r} cannot be read back: {failure.text} interrupted an op, so the engine on {self.file.path} "
-                "was given up, and what it had saved is lost. Run the step again from its forward: it opens another "
-                "engine."
-            )
-        if failure is not None:
-            raise InternalError(f"{name!r}: the I/O of the engine on {self.file.path} stopped: {failure.text}")
+        self.change.check_usable(name)
         if self.closed:
             raise ActivationLostError(
                 f"{name!r} cannot be read back: the engine on {self.file.path} was closed. "
@@ -161,7 +136,7 @@ class Ledger:
             entry.source = None
             return
         entry.slot = slot = self.slots.allocate(entry.byte_count)
-        self._peak_end_bytes = max(self._peak_end_bytes, self.slots.end_bytes)
+        self.upkeep.note_allocation()
         start, end = 0, entry.lead_bytes + chunk_bytes
         if self.file.stripe_bytes is not None:  # a multiple of chunk_bytes: every chunk lies in one file
             end -= slot.offset_bytes % chunk_bytes
@@ -351,8 +326,7 @@ class Ledger:
             self.slots.free(entry.slot)
             entry.slot = None
             if not self.slots.bytes_in_use:
-                peak, self._peak_end_bytes = self._peak_end_bytes, 0
-                self.trim_wanted = self._may_trim and self.file.size_bytes > max(TRIM_ABOVE_BYTES, 2 * peak)
+                self.upkeep.note_empty()
 
     def discard_entries(self, *, can_be_in_flight: bool) -> None:
         """Drop all entries, because the engine is closed. Those whose transfers still run keep what they need."""
@@ -382,48 +356,8 @@ class Ledger:
     def tidy(self) -> None:
         """Do what must not happen with the lock held: empty ``trash``, shrink the file, warn. Takes the lock."""
         self.trash.clear()
-        if self.trim_wanted:
-            shielded(self._trim)
-        if self._unreported is not None:
-            self._warn_of_write_error()
-
-    def note_write_error(self, error: OSError) -> None:
-        """Let the next :meth:`tidy` warn, once per engine."""
-        if not self._warned_of_write_error:
-            self._warned_of_write_error = True
-            self._unreported = error
-
-    def _trim(self) -> None:
-        """Return the unused tail of the file to the file system. Takes the lock.
-
-        The tail is allocated as a slot until then, so that no tensor gets it.
-        """
-        with self.lock, self.change:
-            wanted, self.trim_wanted = self.trim_wanted, False
-            tail = self.slots.allocate_from_end(self.file.size_bytes) if wanted else None
-        if tail is None:
-            return
-        try:
-            self.file.shrink(tail.offset_bytes, tail.end_bytes)
-        except OSError as error:  # costs disk space, nothing else
-            self._may_trim = False
-            log.warning("cannot shrink %s: %s. It keeps its size until the engine is closed.", self.file.path, error)
-        finally:
-            with self.lock, self.change:
-                self.slots.free(tail)
-
-    def _warn_of_write_error(self) -> None:
-        with self.lock, self.change:
-            error, self._unreported = self._unreported, None
-        if error is None:
-            return
-        log.warning(
-            "cannot write to %s (errno %s: %s): tensors that cannot be written stay in memory. Training continues with "
-            "correct data but needs more memory than planned. Free disk space or set ssd_dir to another directory.",
-            error.filename or self.file.path,
-            error.errno,
-            error.strerror or error,
-        )
+        if self.upkeep.is_due:
+            self.upkeep.run(self.lock, self.change)
 
 
 def lost(entry: Entry, path: str, cause: BaseException | None) -> ActivationLostError:

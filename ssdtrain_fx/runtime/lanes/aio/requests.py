@@ -236,7 +236,7 @@ class Requests:
             kept = None
             if error is not None:
                 kept = keep_bytes(address, chunk.length)
-                ledger.note_write_error(error)
+                ledger.upkeep.note_write_error(error)
             self._leave_memory(request)
             if ledger.trace is not None:
                 self._ends.trace("write", chunk, request.began_ns, error, asynchronous=True)

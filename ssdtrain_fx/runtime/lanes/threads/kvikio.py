@@ -118,7 +118,7 @@ class KvikioTransport(Transport):
         error, kept, end_s = self._save(chunk, sources.pop())
         if error is not None:
             with self._ledger.lock:
-                self._ledger.note_write_error(error)
+                self._ledger.upkeep.note_write_error(error)
             self._ledger.tidy()
         with self._ledger.lock:
             self._ends.transferred(transfer, chunk, end_s, error)

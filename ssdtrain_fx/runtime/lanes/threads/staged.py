@@ -209,7 +209,7 @@ class StagedTransport(Transport):
         if error is not None:
             kept = keep_bytes(buffer.address, chunk.length)
             with ledger.lock:
-                ledger.note_write_error(error)
+                ledger.upkeep.note_write_error(error)
             ledger.tidy()
         with ledger.lock:
             self._ends.transferred(transfer, chunk, end_s, error)

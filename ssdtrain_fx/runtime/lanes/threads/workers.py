@@ -77,7 +77,7 @@ class Workers:
         while not self.closing:
             ledger.drain()
             task = self._next_task()
-            if task is not None or ledger.trash or ledger.trim_wanted:
+            if task is not None or ledger.trash or ledger.upkeep.trim_wanted:
                 if self._has_more():
                     self._work.notify()
                 return task or nothing

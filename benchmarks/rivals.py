@@ -1,11 +1,12 @@
 """Compare ways to reduce activation memory: which is faster at equal peak, and which has a lower peak at equal time?
 
-    python benchmarks/rivals.py --model gpt2            # also bert, t5, llama: about ten minutes each
-    python benchmarks/rivals.py --variants budget ssdtrain --budgets 0.7 --steps 40     # two that are close
+    python benchmarks/rivals.py                                 # all families: about ten minutes each
+    python benchmarks/rivals.py --model gpt2 --variants budget ssdtrain --budgets 0.7 --steps 40    # two that are close
 
 All ratios are relative to plain Inductor. An equal peak is an equal peak of the whole process. The variants are
 
     checkpoint    torch.utils.checkpoint around every layer
+    selective     the same, with matrix products, attention and convolutions saved
     budget        torch._functorch.config.activation_memory_budget, swept
     hooks_host    torch.autograd.graph.save_on_cpu
     hooks_disk    saved-tensor hooks that write to a file in the background (ssdtrain_fx/rivals.py)
@@ -23,8 +24,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +43,13 @@ from ssdtrain_fx.studies.zoo import MODELS
 from ssdtrain_fx.units import format_bytes
 
 BUDGETS = (0.0, 0.25, 0.5, 0.75, 1.0)
-MAX_SLOWDOWNS = (0.02, 0.05, 0.1, 0.2)
+MAX_SLOWDOWNS = (0.0, 0.02, 0.05, 0.1, 0.3)
+FAMILIES = ("gpt2", "bert", "t5", "llama", "mixtral", "vit", "resnet", "mamba")
 TOLERANCE = 0.01
 """Peaks and times this close count as equal."""
 COLORS = {
     "checkpoint": "#1b9e77",
+    "selective": "#66a61e",
     "budget": "#7570b3",
     "hooks_host": "#a6761d",
     "hooks_disk": "#e7298a",
@@ -78,7 +82,7 @@ class Point:
 
 def runs_of(run: Run, *, budgets: Sequence[float], max_slowdowns: Sequence[float]) -> list[tuple[str, Run]]:
     """Return every run except plain Inductor, with its setting as text."""
-    runs = [("", dataclasses.replace(run, variant="checkpoint"))]
+    runs = [("", dataclasses.replace(run, variant=variant)) for variant in ("checkpoint", "selective")]
     for share in budgets:
         options = {**run.options, "activation_memory_budget": share}
         runs.append((f"{share:g}", dataclasses.replace(run, variant="budget", options=options)))
@@ -89,23 +93,21 @@ def runs_of(run: Run, *, budgets: Sequence[float], max_slowdowns: Sequence[float
     return runs
 
 
-def points_of(settings: Sequence[str], pairs: Sequence[tuple[Measurement, Measurement]]) -> list[Point]:
-    return [
-        Point(
-            variant=result.run.variant,
-            setting=setting,
-            peak_bytes=result.process_peak_bytes,
-            peak_ratio=result.process_peak_bytes / max(1, base.process_peak_bytes),
-            growth_bytes=result.growth_bytes,
-            growth_ratio=result.growth_bytes / max(1, base.growth_bytes),
-            rest_bytes=result.rest.process_bytes,
-            page_faults=result.page_faults,
-            time_ratio=time_ratio(result.steps, base.steps).median,
-            time_ratio_interval=time_ratio(result.steps, base.steps).interval,
-            equal_bits=result.equals(base),
-        )
-        for setting, (base, result) in zip(settings, pairs, strict=True)
-    ]
+def point_of(setting: str, base: Measurement, result: Measurement) -> Point:
+    ratio = time_ratio(result.steps, base.steps)
+    return Point(
+        variant=result.run.variant,
+        setting=setting,
+        peak_bytes=result.process_peak_bytes,
+        peak_ratio=result.process_peak_bytes / max(1, base.process_peak_bytes),
+        growth_bytes=result.growth_bytes,
+        growth_ratio=result.growth_bytes / max(1, base.growth_bytes),
+        rest_bytes=result.rest.process_bytes,
+        page_faults=result.page_faults,
+        time_ratio=ratio.median,
+        time_ratio_interval=ratio.interval,
+        equal_bits=result.equals(base),
+    )
 
 
 def fastest_within(points: Sequence[Point], peak_ratio: float) -> Point | None:
@@ -151,37 +153,69 @@ def render(points: Sequence[Point], title: str, caption: str) -> Table:
     return table
 
 
-def draw(points: Sequence[Point], path: Path, title: str) -> None:
-    """Plot peak ratio against time ratio; lower left is better."""
+def draw(results: Mapping[str, Sequence[Point]], path: Path) -> None:
+    """Plot growth against time, both as ratios, one panel per title; lower left is better."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
+    columns = min(2, len(results))
+    rows = math.ceil(len(results) / columns)
+    figure = Figure(figsize=(8 * columns, 5 * rows), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes: Any = figure.add_subplot()
-    for variant, color in COLORS.items():
-        mine = sorted(
-            (point.time_ratio, point.peak_ratio, point.setting) for point in points if point.variant == variant
-        )
-        if not mine:
-            continue
-        axes.plot([x for x, _, _ in mine], [y for _, y, _ in mine], marker="o", color=color, label=variant)
-        for x, y, setting in mine:
-            axes.annotate(setting, (x, y), xytext=(5, 5), textcoords="offset points", fontsize=7.5, color=color)
-    axes.axhline(1, color="#cccccc", zorder=0)
-    axes.axvline(1, color="#cccccc", zorder=0)
-    axes.set_title(f"Peak memory against step time, both relative to plain Inductor\n{title}")
-    axes.set_xlabel("step time")
-    axes.set_ylabel("peak memory of the process")
-    axes.set_ylim(bottom=0)
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
+    panels: Any = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, (title, points) in zip(panels, results.items(), strict=False):
+        for variant, color in COLORS.items():
+            mine = sorted((one.time_ratio, one.growth_ratio, one.setting) for one in points if one.variant == variant)
+            if not mine:
+                continue
+            axes.plot([x for x, _, _ in mine], [y for _, y, _ in mine], marker="o", color=color, label=variant)
+            for x, y, setting in mine:
+                axes.annotate(setting, (x, y), xytext=(5, 5), textcoords="offset points", fontsize=7.5, color=color)
+        axes.plot([1], [1], marker="*", markersize=12, color="#333333", linestyle="", label="Inductor")
+        axes.axhline(1, color="#cccccc", zorder=0)
+        axes.axvline(1, color="#cccccc", zorder=0)
+        axes.set_title(title, fontsize=10)
+        axes.set_ylim(bottom=0)
+        axes.grid(visible=True, alpha=0.3)
+    for axes in panels[len(results) :]:
+        axes.set_visible(False)
+    figure.supxlabel("step time, relative to plain Inductor")
+    figure.supylabel("growth of the process in a step, relative to plain Inductor")
+    panels[0].legend()
     figure.savefig(path)
+
+
+def measure(run: Run, chosen: argparse.Namespace, console: Console) -> list[tuple[str, Measurement, Measurement]]:
+    """Measure every variant of ``run``: (setting, plain Inductor, variant). A rival that fails is left out, and named.
+
+    Raises:
+        WorkerError: this backend failed.
+    """
+    found = runs_of(run, budgets=chosen.budgets, max_slowdowns=chosen.max_slowdowns)
+    found = [(setting, one) for setting, one in found if one.variant in chosen.variants]
+    with Progress(*progress_columns(), console=console) as progress:
+        bar = progress.add_task("compiling", total=2 * len(found) * (chosen.steps + 1))
+
+        def on_step(run: Run, step: Step) -> None:
+            progress.update(bar, description=f"{run.model}, {run.variant}, step {step.index + 1}", advance=1)
+
+        base = dataclasses.replace(run, variant=bench.BASE)
+        measured: list[tuple[str, Measurement, Measurement]] = []
+        for setting, one in found:
+            try:
+                [(its_base, result)] = bench.measure_in_pairs(base, [one], steps=chosen.steps, on_step=on_step)
+            except WorkerError as error:
+                if one.variant == "ssdtrain":
+                    raise
+                console.print(f"{run.model}, {one.variant} {setting} failed: {error}", highlight=False, markup=False)
+                continue
+            measured.append((setting, its_base, result))
+    return measured
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=list(MODELS), default="gpt2")
+    parser.add_argument("--model", choices=list(MODELS), nargs="+", default=FAMILIES)
     parser.add_argument("--layers", type=int, default=6, help="t5: half of them in the encoder")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--batch", type=int, default=8)
@@ -192,47 +226,46 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-slowdowns", type=float, nargs="*", default=MAX_SLOWDOWNS)
     parser.add_argument("--steps", type=int, default=5, help="rounds; the first ones do not count")
     parser.add_argument("--ssd-dir", help="directory on the SSD")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/rivals-MODEL.json")
-    parser.add_argument("--png", type=Path, help="default: benchmarks/results/rivals-MODEL.png")
+    folder = Path(__file__).parent / "results"
+    parser.add_argument(
+        "--results", type=Path, default=folder, help="where rivals-MODEL.json and rivals.png are written"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.steps < 2:
         parser.error("--steps must be at least 2: the first one compiles.")
     directories = check_directories(chosen.ssd_dir)
-    sizes = {name: getattr(chosen, name) for name in ("model", "layers", "hidden", "batch", "sequence", "vocab")}
-    run = Run(**sizes, options={} if chosen.ssd_dir is None else {"ssd_dir": chosen.ssd_dir})
-    found = runs_of(run, budgets=chosen.budgets, max_slowdowns=chosen.max_slowdowns)
-    found = [(setting, one) for setting, one in found if one.variant in chosen.variants]
-    if not found:
+    every = runs_of(Run(), budgets=chosen.budgets, max_slowdowns=chosen.max_slowdowns)
+    if not any(run.variant in chosen.variants for _, run in every):
         parser.error("nothing to measure: the chosen --variants have no settings.")
-    settings, runs = zip(*found, strict=True)
+    sizes = {name: getattr(chosen, name) for name in ("layers", "hidden", "batch", "sequence", "vocab")}
+    options = {} if chosen.ssd_dir is None else {"ssd_dir": chosen.ssd_dir}
+    folder = chosen.results
+    folder.mkdir(exist_ok=True, parents=True)
     console = Console()
-    with Progress(*progress_columns(), console=console) as progress:
-        bar = progress.add_task("compiling", total=2 * len(runs) * (chosen.steps + 1))
-
-        def on_step(run: Run, step: Step) -> None:
-            progress.update(bar, description=f"{run.variant}, step {step.index + 1}", advance=1)
-
+    results: dict[str, list[Point]] = {}
+    for model in chosen.model:
+        run = Run(**sizes, model=model, options=options)
         try:
-            base = dataclasses.replace(run, variant=bench.BASE)
-            pairs = bench.measure_in_pairs(base, runs, steps=chosen.steps, on_step=on_step)
+            measured = measure(run, chosen, console)
         except WorkerError as error:
             sys.exit(str(error))
-    points = points_of(settings, pairs)
-    title = f"{run.model}, {run.layers} layers, hidden {run.hidden}, batch {run.batch} x {run.sequence}"
-    table = render(points, title, "\n".join(notes([one for pair in pairs for one in pair])))
-    Console(width=max(console.width, 180)).print(table)
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
-    json_path: Path = chosen.json or folder / f"rivals-{run.model}.json"
-    png_path: Path = chosen.png or folder / f"rivals-{run.model}.png"
-    written = {
-        "points": [dataclasses.asdict(point) for point in points],
-        "pairs": [bench.to_json(pair, directories) for pair in pairs],
-    }
-    json_path.write_text(json.dumps(written, indent=2) + "\n")
-    draw(points, png_path, title)
-    console.print(f"Results: {json_path.resolve()}\nPicture: {png_path.resolve()}", highlight=False, soft_wrap=True)
-    return 0 if all(point.equal_bits for point in points if point.variant == "ssdtrain") else 1
+        points = [point_of(setting, base, result) for setting, base, result in measured]
+        pairs = [pair for _, *pair in measured]
+        title = f"{model}, {run.layers} layers, hidden {run.hidden}, batch {run.batch} x {run.sequence}"
+        results[title] = points
+        table = render(points, title, "\n".join(notes([one for pair in pairs for one in pair])))
+        Console(width=max(console.width, 180)).print(table)
+        path = folder / f"rivals-{model}.json"
+        written = {
+            "points": [dataclasses.asdict(point) for point in points],
+            "pairs": [bench.to_json(pair, directories) for pair in pairs],
+        }
+        path.write_text(json.dumps(written, indent=2) + "\n")
+        draw(results, folder / "rivals.png")  # after each: a picture of what there is, if the next one fails
+        console.print(f"Results: {path.resolve()}", highlight=False, soft_wrap=True)
+    console.print(f"Picture: {(folder / 'rivals.png').resolve()}", highlight=False, soft_wrap=True)
+    ours = [point for points in results.values() for point in points if point.variant == "ssdtrain"]
+    return 0 if all(point.equal_bits for point in ours) else 1
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ class Trainer:
         )
         self._make_batch = zoo.text_batches(batch=run.batch, sequence=run.sequence) if run.text else make_batch
         self._module = module.to(run.device, self._dtype)
-        if run.variant == "checkpoint":
-            zoo.checkpoint_every_layer(self._module)
+        if run.variant in ("checkpoint", "selective"):
+            zoo.checkpoint_every_layer(self._module, selective=run.variant == "selective")
         self._compiled = cast(Callable[..., Tensor], _compile(self._module, run))
         parameters = list(self._module.parameters())
         self._optimizer: torch.optim.Optimizer = (

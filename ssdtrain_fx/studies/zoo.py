@@ -20,7 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+from torch.utils.checkpoint import (
+    checkpoint,  # pyright: ignore[reportUnknownVariableType]
+    create_selective_checkpoint_contexts,  # pyright: ignore[reportUnknownVariableType]
+)
 
 Batch = tuple[Tensor, ...]
 MakeBatch = Callable[[torch.Generator], Batch]
@@ -37,6 +40,8 @@ LAYER_CLASSES = frozenset(
         "BertLayer",
         "T5Block",
         "ViTLayer",
+        "Mamba2Block",
+        "ResNetBottleNeckLayer",
         "TransformerEncoderLayer",
         "ResidualBlock",
     }
@@ -49,11 +54,14 @@ class Size:
     """Size of a model and of its batches."""
 
     layers: int = 4
+    """For ``t5``, half of them are in the encoder. ``resnet`` has four stages, and at least one layer in each."""
     hidden: int = 256
-    """Hidden size; for ``conv``, the number of channels. Attention heads have size 64, so use a multiple of 64."""
+    """Hidden size; for ``conv``, the number of channels, and for ``resnet`` those of its last stage. Attention heads
+    have size 64, so use a multiple of 64."""
     batch: int = 4
     sequence: int = 256
-    """Tokens per example; for images, number of patches (``vit``) or pixels (``conv``), rounded down to a square."""
+    """Tokens per example; for images, number of patches (``vit``, ``resnet``) or pixels (``conv``), rounded down to a
+    square."""
     vocab: int = 1024
     dropout: float = 0.0
 
@@ -107,15 +115,34 @@ def find_layers(module: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def checkpoint_every_layer(module: nn.Module) -> int:
+def checkpoint_every_layer(module: nn.Module, *, selective: bool = False) -> int:
     """Let backward compute each layer again; returns how many there are.
+
+    ``selective`` checkpoints save what matrix products, attention and convolutions compute, so only the cheap ops
+    between them run again.
 
     The switch that transformers has for this does not compile as one graph for T5.
     """
     layers = find_layers(module)
+    options = {"context_fn": _save_expensive_ops} if selective else {}
     for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **options)
     return len(layers)
+
+
+def _save_expensive_ops() -> Any:
+    aten = torch.ops.aten
+    expensive = [
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten._grouped_mm.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+    ]
+    return create_selective_checkpoint_contexts(expensive)
 
 
 def text_batches(*, batch: int, sequence: int) -> MakeBatch:
@@ -333,6 +360,36 @@ def _vit(size: Size) -> tuple[nn.Module, MakeBatch]:
     return ImageClassifier(_hugging_face(ViTForImageClassification, config)), _images(size, PATCH * size.side)
 
 
+def _mamba(size: Size) -> tuple[nn.Module, MakeBatch]:
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    config = Mamba2Config(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        state_size=HEAD_DIM,
+        head_dim=HEAD_DIM,
+        num_heads=2 * size.heads,
+        n_groups=1,
+        chunk_size=min(HEAD_DIM, size.sequence),
+        num_hidden_layers=size.layers,
+        **_COMMON,
+    )
+    return CausalLanguageModel(Mamba2ForCausalLM(config)), _tokens(size)
+
+
+def _resnet(size: Size) -> tuple[nn.Module, MakeBatch]:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    stages = 4
+    config = ResNetConfig(
+        embedding_size=max(1, size.hidden // 16),
+        hidden_sizes=[max(4, size.hidden >> (stages - 1 - stage)) for stage in range(stages)],
+        depths=[max(1, (size.layers + stage) // stages) for stage in range(stages)],
+        id2label={index: str(index) for index in range(CLASSES)},
+    )
+    return ImageClassifier(ResNetForImageClassification(config)), _images(size, PATCH * size.side)
+
+
 def _encoder(size: Size) -> tuple[nn.Module, MakeBatch]:
     layer = nn.TransformerEncoderLayer(
         size.hidden, size.heads, 4 * size.hidden, dropout=size.dropout, batch_first=True, activation="gelu"
@@ -399,7 +456,9 @@ MODELS: Mapping[str, Callable[[Size], tuple[nn.Module, MakeBatch]]] = {
     "llama": _llama,
     "mixtral": _mixtral,
     "vit": _vit,
+    "mamba": _mamba,
+    "resnet": _resnet,
     "encoder": _encoder,
     "conv": _conv,
 }
-"""Models by name: the first six come from transformers (extra ``hf``), the others from torch alone."""
+"""Models by name: the first eight come from transformers (extra ``hf``), the others from torch alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ssdtrain_fx.studies import zoo
 
@@ -77,16 +78,32 @@ def test_a_wrong_size_is_named(sizes: dict[str, float], message: str) -> None:
         zoo.build("gpt2", **sizes)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("selective", [False, True])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "gpt2" else [pytest.mark.slow]) for name in zoo.MODELS]
 )
-def test_checkpointing_every_layer_keeps_one_graph_and_the_loss(name: str) -> None:
+def test_checkpointing_every_layer_keeps_one_graph_and_the_loss(name: str, selective: bool) -> None:
     torch.manual_seed(0)
     module, make_batch = zoo.build(name, **SMALL)
     batch = make_batch(torch.Generator().manual_seed(0))
     expected = module(*batch).item()
-    assert zoo.checkpoint_every_layer(module) == SMALL["layers"]
+    expected_layers = 4 if name == "resnet" else SMALL["layers"]  # one in each of its stages
+    assert zoo.checkpoint_every_layer(module, selective=selective) == expected_layers
     torch.compiler.reset()
     loss = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=False)(*batch)
     loss.backward()
     assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_selective_checkpoints_compute_no_matrix_product_twice() -> None:
+    flops: dict[str, int] = {}
+    for kind in ("none", "selective", "all"):
+        torch.manual_seed(0)
+        module, make_batch = zoo.build("gpt2", **SMALL)
+        if kind != "none":
+            zoo.checkpoint_every_layer(module, selective=kind == "selective")
+        batch = make_batch(torch.Generator().manual_seed(0))
+        with FlopCounterMode(display=False) as counter:
+            module(*batch).backward()
+        flops[kind] = counter.get_total_flops()
+    assert flops["selective"] == flops["none"] < flops["all"]

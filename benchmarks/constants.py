@@ -1,0 +1,312 @@
+"""Change each constant of the planner, and show what becomes of the plans.
+
+    python benchmarks/constants.py                                  # all models and constants: half an hour
+    python benchmarks/constants.py --model gpt2 --constant MAX_OPS  # some of them
+
+Each model is traced once as Inductor would compile it, and planned in several settings: two limits of the slowdown on a
+fast and on a slow disk, a memory budget, and a GPU with a host tier. Then everything is planned again with one
+constant halved, and with it doubled. A constant that is a list is shortened instead.
+
+All columns compare with the plans of the values in the code, over all models and settings. *peak* and *time* are the
+predicted ones, and *slow disk* is the time of the same plan if the disk has half its rate: the worst case, and the mean
+over the cases that change. *plans* counts the cases whose plan differs, and *planning* is the ratio of processor time.
+A constant that changes no plan in any case should not exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from planning import HARDWARE
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import ssdtrain_fx
+from ssdtrain_fx import OffloadConfig
+from ssdtrain_fx.cli.common import progress_columns
+from ssdtrain_fx.hardware import Channel, Hardware
+from ssdtrain_fx.passes.graph.joint_graph import JointPass
+from ssdtrain_fx.passes.pipeline import OffloadedStep, PlannedStep, offload_saved_tensors, passes_of_plan
+from ssdtrain_fx.passes.planning.simulate import simulate
+from ssdtrain_fx.passes.planning.step_budget import StepBudget
+from ssdtrain_fx.passes.planning.transfer_problem import Placement
+from ssdtrain_fx.studies import zoo
+
+MODELS = ("gpt2", "bert", "t5", "llama", "mixtral", "vit", "resnet", "mamba")
+SIZES: Mapping[str, int] = {"layers": 12, "hidden": 384, "batch": 8, "sequence": 512, "vocab": 2048}
+EQUAL = 1e-9
+
+
+class Constant(NamedTuple):
+    """A constant, and the values to try in its place."""
+
+    module: str
+    name: str
+    others: Sequence[Any]
+
+    @property
+    def value(self) -> Any:
+        return getattr(importlib.import_module(f"ssdtrain_fx.{self.module}"), self.name)
+
+
+def _halved_and_doubled(module: str, name: str) -> Constant:
+    value = Constant(module, name, ()).value
+    return Constant(module, name, (type(value)(value / 2), value * 2))
+
+
+def _share(module: str, name: str) -> Constant:
+    """A share: halved, and half of what is missing to 1 added."""
+    value = Constant(module, name, ()).value
+    return Constant(module, name, (value / 2, (1 + value) / 2))
+
+
+def _shortened(module: str, name: str) -> Constant:
+    """A list of what is tried: without each of its members."""
+    value = Constant(module, name, ()).value
+    return Constant(module, name, tuple(itertools.combinations(value, len(value) - 1))[::-1])
+
+
+PLANNING, REWRITES, DECISIONS = "passes.planning", "passes.rewrites", "passes.decisions"
+CONSTANTS = (
+    _shortened(f"{PLANNING}.place_transfers", "SSD_SPEEDUPS"),
+    _halved_and_doubled(f"{PLANNING}.place_transfers", "MAX_REFUSALS"),
+    _halved_and_doubled(f"{PLANNING}.place_transfers", "MAX_TRIED_POSITIONS"),
+    _halved_and_doubled(f"{PLANNING}.place_transfers", "SMALL_PROBLEM"),
+    _halved_and_doubled(f"{PLANNING}.relieve_peak", "MAX_WORK"),
+    _halved_and_doubled(f"{PLANNING}.relieve_peak", "SHARPNESS"),
+    _shortened(f"{PLANNING}.reserve_time", "RESERVES"),
+    _share(f"{PLANNING}.reserve_time", "ROOM_SHARE"),
+    _share(f"{PLANNING}.gather_ops", "ROOM_SHARE"),
+    _shortened(f"{PLANNING}.gather_ops", "MOST_IN_ROW"),
+    _halved_and_doubled(f"{PLANNING}.use_room", "WORTH_ASKING"),
+    _shortened(f"{PLANNING}.use_host_tier", "SHARES"),
+    _halved_and_doubled(f"{PLANNING}.step_budget", "FRAGMENTATION"),
+    _halved_and_doubled(f"{PLANNING}.step_budget", "MAX_STAGING_SHARE"),
+    _shortened(f"{DECISIONS}.propose_recomputations", "TIME_SHARES"),
+    _halved_and_doubled("passes.analysis.find_recomputations", "MAX_OPS"),
+    _halved_and_doubled("passes.analysis.find_recomputations", "SMALL_PARAMETER"),
+    _halved_and_doubled(f"{REWRITES}.copy_out_views", "MIN_PARTS"),
+    _halved_and_doubled(f"{REWRITES}.copy_out_views", "MIN_SAVED_BYTES"),
+    _halved_and_doubled(f"{REWRITES}.store_sums", "WAITS_FOR_KERNELS"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """Options and hardware to plan with."""
+
+    name: str
+    options: Mapping[str, Any]
+    hardware: Hardware
+    budget_share: float | None = None
+    """The budget, as a share of the peak that the model has without offloading."""
+
+
+SLOW = dataclasses.replace(
+    HARDWARE, write=Channel(bytes_per_s=1e8, latency_s=4e-4), read=Channel(bytes_per_s=2e8, latency_s=4e-4)
+)
+GPU = dataclasses.replace(
+    HARDWARE,
+    device="cuda",
+    flops_per_s={"float32": 2e12},
+    memory_bytes_per_s=4e11,
+    elements_per_s={"float32": 4e11},
+    copies_block_compute=False,
+    staging_bytes=1 << 28,
+)
+SETTINGS = (
+    Setting("fast disk, +2 %", {"max_slowdown": 0.02}, HARDWARE),
+    Setting("fast disk, +10 %", {"max_slowdown": 0.1}, HARDWARE),
+    Setting("slow disk, +10 %", {"max_slowdown": 0.1}, SLOW),
+    Setting("slow disk, +30 %", {"max_slowdown": 0.3}, SLOW),
+    Setting("half the peak", {}, HARDWARE, 0.5),
+    Setting("GPU, +5 %", {"max_slowdown": 0.05}, GPU),
+)
+
+
+class Outcome(NamedTuple):
+    """What a plan is."""
+
+    peak_bytes: int
+    step_s: float
+    slow_disk_s: float
+    placements: Mapping[int, Placement]
+    planning_s: float
+
+
+Plan = Callable[[Setting], OffloadedStep]
+
+
+def trace(model: str, sizes: Mapping[str, int]) -> Plan:
+    """Trace ``model`` as Inductor would compile it. The result plans the traced step."""
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def keep(*halves: Any, **kwargs: Any) -> OffloadedStep:
+        found.append((halves, kwargs))
+        return offload_saved_tensors(*halves, **kwargs)
+
+    torch.manual_seed(0)
+    module, make_batch = zoo.build(model, **sizes)
+    with mock.patch("ssdtrain_fx.compiler.inductor.offload_saved_tensors", keep):
+        ssdtrain_fx.explain(module, *make_batch(torch.Generator().manual_seed(0)))
+    [(halves, kwargs)] = found
+    peaks: list[int] = []
+
+    def plan(setting: Setting) -> OffloadedStep:
+        budget = None
+        if setting.budget_share is not None:
+            budget = StepBudget(size_bytes=int(setting.budget_share * peaks[0]))
+        fixed = {"hardware": setting.hardware, "config": OffloadConfig(**setting.options), "budget": budget}
+        step = offload_saved_tensors(*halves, **{**kwargs, **fixed, "describe": False, "times": None})
+        peaks.append(step.plan.peak_before_bytes)
+        return step
+
+    return plan
+
+
+def outcome(plan: Plan, setting: Setting) -> Outcome:
+    planned: list[PlannedStep] = []
+
+    def keep(step: PlannedStep, options: Any) -> tuple[JointPass, ...]:
+        planned.append(step)
+        return passes_of_plan(step, options)
+
+    began_s = time.thread_time()
+    with mock.patch("ssdtrain_fx.passes.pipeline.passes_of_plan", keep):
+        step = plan(setting)
+    planning_s = time.thread_time() - began_s
+    problem, step_s = step.problem, step.problem.step_s
+    hardware = problem.hardware
+    slower = dataclasses.replace(
+        hardware,
+        write=dataclasses.replace(hardware.write, bytes_per_s=hardware.write.bytes_per_s / 2),
+        read=dataclasses.replace(hardware.read, bytes_per_s=hardware.read.bytes_per_s / 2),
+    )
+    placements: dict[int, Placement] = {}
+    for one in planned:  # none, if nothing is offloaded
+        found = {saved.name: saved.decision for saved in step.plan.offloaded}
+        for candidate in one.analysis.candidates:
+            node = candidate.representative
+            if node is not None and node.name in found:
+                placements[candidate.storage.idx] = found[node.name].placement
+    late = simulate(dataclasses.replace(problem, hardware=slower), placements)
+    return Outcome(
+        step.plan.peak_after_bytes, step_s + step.plan.exposed_s, step_s + late.exposed_s, placements, planning_s
+    )
+
+
+@contextlib.contextmanager
+def changed(constant: Constant, value: Any) -> Generator[None]:
+    """Within the block, ``constant`` has ``value``."""
+    with mock.patch(f"ssdtrain_fx.{constant.module}.{constant.name}", value):
+        yield
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A constant with another value, over all cases."""
+
+    constant: str
+    value: str
+    other: str
+    cases: int
+    changed_plans: int
+    peak: tuple[float, float]
+    """Ratio to the value in the code: the worst, and the mean over the cases whose plan changes."""
+    time: tuple[float, float]
+    slow_disk: tuple[float, float]
+    planning: float
+
+    @property
+    def cells(self) -> list[str]:
+        pairs = [f"{worst:.3f}, {mean:.3f}" for worst, mean in (self.peak, self.time, self.slow_disk)]
+        return [
+            self.constant,
+            self.value,
+            self.other,
+            f"{self.changed_plans} of {self.cases}",
+            *(pairs if self.changed_plans else ["-"] * 3),
+            f"{self.planning:.2f}",
+        ]
+
+
+def compare(constant: Constant, other: Any, before: Sequence[Outcome], after: Sequence[Outcome]) -> Row:
+    differing = [(old, new) for old, new in zip(before, after, strict=True) if _differ(old, new)]
+
+    def ratios(part: Callable[[Outcome], float]) -> tuple[float, float]:
+        found = [part(new) / part(old) for old, new in differing] or [1.0]
+        return max(found), sum(found) / len(found)
+
+    return Row(
+        constant=f"{constant.module.rpartition('.')[2]}.{constant.name}",
+        value=str(constant.value),
+        other=str(other),
+        cases=len(before),
+        changed_plans=len(differing),
+        peak=ratios(lambda one: one.peak_bytes),
+        time=ratios(lambda one: one.step_s),
+        slow_disk=ratios(lambda one: one.slow_disk_s),
+        planning=sum(one.planning_s for one in after) / sum(one.planning_s for one in before),
+    )
+
+
+def _differ(old: Outcome, new: Outcome) -> bool:
+    return (
+        old.placements != new.placements
+        or old.peak_bytes != new.peak_bytes
+        or abs(old.step_s - new.step_s) > EQUAL * old.step_s
+    )
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = list(dict.fromkeys(constant.name for constant in CONSTANTS))
+    parser.add_argument("--model", nargs="+", choices=list(zoo.MODELS), default=MODELS)
+    parser.add_argument("--constant", nargs="+", choices=names, default=names)
+    parser.add_argument("--layers", type=int, default=SIZES["layers"])
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "constants.json")
+    chosen = parser.parse_args(arguments)
+    constants = [constant for constant in CONSTANTS if constant.name in chosen.constant]
+    console = Console(width=max(Console().width, 150))
+    trials: list[tuple[Constant, Any, list[Outcome]]] = [(one, other, []) for one in constants for other in one.others]
+    before: list[Outcome] = []
+    with Progress(*progress_columns(), console=console) as progress:
+        bar = progress.add_task("tracing", total=len(chosen.model) * len(SETTINGS) * (1 + len(trials)))
+        for model in chosen.model:
+            plan = trace(model, {**SIZES, "layers": chosen.layers})
+            for setting in SETTINGS:
+                before.append(outcome(plan, setting))
+                progress.update(bar, description=f"{model}, {setting.name}", advance=1)
+                for constant, other, after in trials:
+                    with changed(constant, other):
+                        after.append(outcome(plan, setting))
+                    progress.update(bar, advance=1)
+    rows = [compare(constant, other, before, after) for constant, other, after in trials]
+    table = Table(title=f"{', '.join(chosen.model)}: {chosen.layers} layers, {len(SETTINGS)} settings")
+    for name in ("constant", "value", "instead", "plans", "peak", "time", "slow disk", "planning"):
+        table.add_column(name, justify="left" if name in ("constant", "value", "instead") else "right")
+    for row in rows:
+        table.add_row(*row.cells)
+    console.print(table)
+    chosen.json.parent.mkdir(exist_ok=True)
+    written = {"date": datetime.date.today().isoformat(), "rows": [dataclasses.asdict(row) for row in rows]}
+    chosen.json.write_text(json.dumps(written, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

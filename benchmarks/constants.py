@@ -29,25 +29,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
-from planning import HARDWARE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from traced_models import MODELS, SETTINGS, SIZES, Setting, TracedModel
 
-import ssdtrain_fx
-from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.cli.common import progress_columns
-from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.passes.graph.joint_graph import JointPass
-from ssdtrain_fx.passes.pipeline import OffloadedStep, PlannedStep, offload_saved_tensors, passes_of_plan
+from ssdtrain_fx.passes.pipeline import PlannedStep, passes_of_plan
 from ssdtrain_fx.passes.planning.simulate import simulate
-from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.passes.planning.transfer_problem import Placement
 from ssdtrain_fx.studies import zoo
 
-MODELS = ("gpt2", "bert", "t5", "llama", "mixtral", "vit", "resnet", "mamba")
-SIZES: Mapping[str, int] = {"layers": 12, "hidden": 384, "batch": 8, "sequence": 512, "vocab": 2048}
 EQUAL = 1e-9
 
 
@@ -105,39 +98,6 @@ CONSTANTS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Setting:
-    """Options and hardware to plan with."""
-
-    name: str
-    options: Mapping[str, Any]
-    hardware: Hardware
-    budget_share: float | None = None
-    """The budget, as a share of the peak that the model has without offloading."""
-
-
-SLOW = dataclasses.replace(
-    HARDWARE, write=Channel(bytes_per_s=1e8, latency_s=4e-4), read=Channel(bytes_per_s=2e8, latency_s=4e-4)
-)
-GPU = dataclasses.replace(
-    HARDWARE,
-    device="cuda",
-    flops_per_s={"float32": 2e12},
-    memory_bytes_per_s=4e11,
-    elements_per_s={"float32": 4e11},
-    copies_block_compute=False,
-    staging_bytes=1 << 28,
-)
-SETTINGS = (
-    Setting("fast disk, +2 %", {"max_slowdown": 0.02}, HARDWARE),
-    Setting("fast disk, +10 %", {"max_slowdown": 0.1}, HARDWARE),
-    Setting("slow disk, +10 %", {"max_slowdown": 0.1}, SLOW),
-    Setting("slow disk, +30 %", {"max_slowdown": 0.3}, SLOW),
-    Setting("half the peak", {}, HARDWARE, 0.5),
-    Setting("GPU, +5 %", {"max_slowdown": 0.05}, GPU),
-)
-
-
 class Outcome(NamedTuple):
     """What a plan is."""
 
@@ -148,37 +108,7 @@ class Outcome(NamedTuple):
     planning_s: float
 
 
-Plan = Callable[[Setting], OffloadedStep]
-
-
-def trace(model: str, sizes: Mapping[str, int]) -> Plan:
-    """Trace ``model`` as Inductor would compile it. The result plans the traced step."""
-    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def keep(*halves: Any, **kwargs: Any) -> OffloadedStep:
-        found.append((halves, kwargs))
-        return offload_saved_tensors(*halves, **kwargs)
-
-    torch.manual_seed(0)
-    module, make_batch = zoo.build(model, **sizes)
-    with mock.patch("ssdtrain_fx.compiler.inductor.offload_saved_tensors", keep):
-        ssdtrain_fx.explain(module, *make_batch(torch.Generator().manual_seed(0)))
-    [(halves, kwargs)] = found
-    peaks: list[int] = []
-
-    def plan(setting: Setting) -> OffloadedStep:
-        budget = None
-        if setting.budget_share is not None:
-            budget = StepBudget(size_bytes=int(setting.budget_share * peaks[0]))
-        fixed = {"hardware": setting.hardware, "config": OffloadConfig(**setting.options), "budget": budget}
-        step = offload_saved_tensors(*halves, **{**kwargs, **fixed, "describe": False, "times": None})
-        peaks.append(step.plan.peak_before_bytes)
-        return step
-
-    return plan
-
-
-def outcome(plan: Plan, setting: Setting) -> Outcome:
+def outcome(traced: TracedModel, setting: Setting) -> Outcome:
     planned: list[PlannedStep] = []
 
     def keep(step: PlannedStep, options: Any) -> tuple[JointPass, ...]:
@@ -187,7 +117,7 @@ def outcome(plan: Plan, setting: Setting) -> Outcome:
 
     began_s = time.thread_time()
     with mock.patch("ssdtrain_fx.passes.pipeline.passes_of_plan", keep):
-        step = plan(setting)
+        step = traced.plan(setting)
     planning_s = time.thread_time() - began_s
     problem, step_s = step.problem, step.problem.step_s
     hardware = problem.hardware
@@ -287,13 +217,13 @@ def main(arguments: list[str]) -> int:
     with Progress(*progress_columns(), console=console) as progress:
         bar = progress.add_task("tracing", total=len(chosen.model) * len(SETTINGS) * (1 + len(trials)))
         for model in chosen.model:
-            plan = trace(model, {**SIZES, "layers": chosen.layers})
+            traced = TracedModel(model, {**SIZES, "layers": chosen.layers})
             for setting in SETTINGS:
-                before.append(outcome(plan, setting))
+                before.append(outcome(traced, setting))
                 progress.update(bar, description=f"{model}, {setting.name}", advance=1)
                 for constant, other, after in trials:
                     with changed(constant, other):
-                        after.append(outcome(plan, setting))
+                        after.append(outcome(traced, setting))
                     progress.update(bar, advance=1)
     rows = [compare(constant, other, before, after) for constant, other, after in trials]
     table = Table(title=f"{', '.join(chosen.model)}: {chosen.layers} layers, {len(SETTINGS)} settings")

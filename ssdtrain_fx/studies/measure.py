@@ -38,7 +38,7 @@ from torch import Tensor
 
 from ssdtrain_fx.runtime.statistics import Statistics
 
-Variant = Literal["inductor", "ssdtrain", "checkpoint", "selective", "budget", "hooks_host", "hooks_disk"]
+Variant = Literal["inductor", "ssdtrain", "rewrites", "checkpoint", "selective", "budget", "hooks_host", "hooks_disk"]
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """What every worker gets beside the caller's environment. cuBLAS is deterministic only with a fixed workspace."""
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -62,7 +62,8 @@ class Run:
     dropout: float = 0.0
     variant: Variant = "ssdtrain"
     """`inductor` and `ssdtrain` differ in the backend; `checkpoint` is Inductor with one checkpoint per layer, and in
-    `selective` each saves matrix products, attention and convolutions.
+    `selective` each saves matrix products, attention and convolutions. `rewrites` is `ssdtrain` with everything kept in
+    memory: what its other changes of the graph do.
 
     `budget` is Inductor under torch's `activation_memory_budget`. `hooks_host` and `hooks_disk` are Inductor under
     saved-tensor hooks: torch's `save_on_cpu`, and `SavedTensorsOnDisk`.

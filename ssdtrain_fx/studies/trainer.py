@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ssdtrain_fx.compiler.dynamo_backend import backend as make_backend
 from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.passes.planning.policy import Budget, Costs, Decision, StepAnalysis
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.studies import rivals, zoo
@@ -153,6 +154,8 @@ def _compile(module: nn.Module, run: Run) -> Callable[..., object]:
     backend: Any = "inductor"
     if run.variant == "ssdtrain":
         backend = make_backend(OffloadConfig.from_options(run.options))
+    elif run.variant == "rewrites":
+        backend = make_backend(OffloadConfig.from_options({**run.options, "policy": _keep_all}))
     compiled: Any = module
     if run.regional:
         for layer in zoo.find_layers(module):
@@ -166,6 +169,11 @@ def _compile(module: nn.Module, run: Run) -> Callable[..., object]:
     if run.variant == "hooks_disk":
         return rivals.with_hooks(compiled, rivals.SavedTensorsOnDisk(run.options.get("ssd_dir")))
     return compiled
+
+
+def _keep_all(analysis: StepAnalysis, costs: Costs, budget: Budget) -> dict[str, Decision]:
+    """A policy."""
+    return {}
 
 
 def _synchronize(device: str) -> None:

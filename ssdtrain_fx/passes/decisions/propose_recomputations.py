@@ -6,6 +6,8 @@ graph shows the effect on the peak. So a few sets are proposed, and the pipeline
 - *Cheaper than moving.* The storages whose recomputation takes less compute-stream time than offloading them, and the
   same without chains. A chain that is recomputed as a whole saves no memory while its last storage is needed.
 - *As many as possible.* All storages without chains, for an SSD that is too slow to offload the rest.
+- *Without those that lift the floor.* The last two, without storages whose sources would have to be in memory where the
+  working set is largest.
 - *As many as the time allows.* Of these, the ones that relieve the peak most per second, until the time of
   ``max_slowdown`` is used up. A second set takes half of the time and leaves the other half to offloading.
 - *What offloading has left.* The same, beside the offloads of the plan without recomputation, in the time that this
@@ -28,7 +30,7 @@ from ssdtrain_fx.passes.analysis.find_recomputations import (
     judge_recomputations,
 )
 from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
-from ssdtrain_fx.passes.planning.relieve_peak import relieve_peak
+from ssdtrain_fx.passes.planning.relieve_peak import raise_the_floor, relieve_peak
 from ssdtrain_fx.passes.planning.remakes import Remake
 from ssdtrain_fx.passes.planning.simulate import ROUNDING
 from ssdtrain_fx.passes.planning.transfer_problem import Placements, TransferProblem
@@ -76,8 +78,12 @@ def propose_recomputations(
 
     ranked = sorted(found.values(), key=seconds_per_byte)
     ranked_cheap = [one for one in ranked if one.storage_idx in cheap]
-    proposed = [tuple(cheap.values()), _without_chains(ranked_cheap), _without_chains(ranked)]
     sources = {idx: one.sources for idx, one in found.items()}
+    lifting = raise_the_floor(problem, sources)
+    proposed = [tuple(cheap.values())]
+    for those in (ranked_cheap, ranked):
+        proposed.append(_without_chains(those))
+        proposed.append(_without_chains([one for one in those if one.storage_idx not in lifting]))
 
     def relieve(placements: Placements, time_s: float) -> None:
         chosen = relieve_peak(

@@ -112,7 +112,12 @@ def choose_all(problem: TransferProblem) -> Choice:
 
 def floor_bytes(problem: TransferProblem) -> int:
     """The working-set floor: the peak when every storage is away wherever it is not needed, at any cost in time."""
-    return peak_bytes(problem, _place_filled(problem, problem.movables, float("inf")))
+    return peak_bytes(problem, place_all(problem))
+
+
+def place_all(problem: TransferProblem) -> dict[int, Placement]:
+    """Every storage is away wherever it is not needed, as if transfers took no time."""
+    return _place_filled(problem, problem.movables, float("inf"))
 
 
 def place(

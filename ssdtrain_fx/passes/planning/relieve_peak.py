@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdtrain_fx.passes.planning.place_transfers import place_all
 from ssdtrain_fx.passes.planning.simulate import live_bytes
 from ssdtrain_fx.passes.planning.transfer_problem import Placements, TransferProblem
 
@@ -63,6 +64,27 @@ def relieve_peak(
             if cost < best_cost:
                 best, best_cost, improved = found, cost, True
     return tuple(sorted(search.idx[turn] for turn in best))
+
+
+def raise_the_floor(problem: TransferProblem, sources: Mapping[int, Sequence[int]]) -> set[int]:
+    """The storages whose recomputation lifts the working-set floor, because it needs its sources where they would
+    otherwise be away or dead."""
+    profile = np.array(live_bytes(problem, place_all(problem)), dtype=np.int64)
+    floor_bytes = int(profile.max(initial=0))
+    by_idx = {movable.idx: movable for movable in problem.movables}
+
+    def with_sources(wait: int, read: Sequence[int]) -> NDArray[np.int64]:
+        needed = profile.copy()
+        for source in (by_idx[idx] for idx in read if idx in by_idx):
+            start, end = (source.live_end, wait + 1) if source.live_end <= wait else (wait, source.wait)
+            needed[start:end] += source.size_bytes
+        return needed
+
+    return {
+        idx
+        for idx, read in sources.items()
+        if idx in by_idx and with_sources(by_idx[idx].wait, read).max(initial=0) > floor_bytes
+    }
 
 
 class _Search:

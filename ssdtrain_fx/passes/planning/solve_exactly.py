@@ -148,6 +148,23 @@ def solve_exactly(
     )
 
 
+def bound_in_parts_bytes(
+    problem: TransferProblem, *, max_slowdown: float, remakes: Sequence[Remake] = (), time_limit_s: float = 60
+) -> int:
+    """No choice has a lower peak, even if it may move any part of a storage and keep the rest.
+
+    The variables of :func:`solve_exactly` may then lie between 0 and 1. A part is charged its share of the seconds of
+    the ops, so many parts cost no more than one, and this bound is too low rather than too high. What is recomputed is
+    recomputed as a whole.
+    """
+    slots = _find_slots(problem, remakes, compress=True)
+    if not problem.movables:
+        return max(slots.keep_all_bytes, default=0)
+    program = _Program(problem, max_slowdown, slots, remakes, in_parts=True)
+    found = program.solve(time_limit_s=time_limit_s, relative_gap=TOLERANCE)
+    return max(program.floor_bytes, math.ceil(found.bound_bytes * (1 - TOLERANCE)))
+
+
 # -- positions ---------------------------------------------------------------------------------------------------------
 
 
@@ -255,8 +272,17 @@ class _Away:
 class _Program:
     """Variables and rows. Each row requires a sum of terms to be at least a number. Times are in ``unit_s``."""
 
-    def __init__(self, problem: TransferProblem, max_slowdown: float, slots: _Slots, remakes: Sequence[Remake]) -> None:
+    def __init__(
+        self,
+        problem: TransferProblem,
+        max_slowdown: float,
+        slots: _Slots,
+        remakes: Sequence[Remake],
+        *,
+        in_parts: bool = False,
+    ) -> None:
         self.problem = problem
+        self._in_parts = in_parts
         self._remakes = remakes
         self.floor_bytes = slots.floor_bytes
         self._slots = slots
@@ -298,7 +324,7 @@ class _Program:
             self._is_integer,
             {"time_limit": time_limit_s, "mip_rel_gap": relative_gap},
         )
-        bound = result.mip_dual_bound
+        bound = result.mip_dual_bound if any(self._is_integer) else result.fun  # a linear program has no dual bound
         if bound is None or not math.isfinite(bound):
             bound = 0.0
         values = None if result.x is None else [float(value) for value in result.x]
@@ -375,10 +401,12 @@ class _Program:
         marker = self.problem.marker
         release_at = tuple(p for p in self._slots.release_at if p >= movable.earliest_release)
         reload_at = (*(p for p in self._slots.reload_at if p < movable.wait), movable.wait)
+        whole = not self._in_parts
         released = tuple(
-            self._add_variable(0.0, float(self._can_have_left(movable, p)), is_integer=True) for p in release_at
+            self._add_variable(0.0, float(self._in_parts or self._can_have_left(movable, p)), is_integer=whole)
+            for p in release_at
         )
-        still_away = tuple(self._add_variable(0.0, 1.0, is_integer=True) for _ in reload_at[:-1])
+        still_away = tuple(self._add_variable(0.0, 1.0, is_integer=whole) for _ in reload_at[:-1])
         for earlier, later in itertools.pairwise(released):
             self._add_row([(later, 1.0), (earlier, -1.0)])
         for earlier, later in itertools.pairwise([released[-1], *still_away]):

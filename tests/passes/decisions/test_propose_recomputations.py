@@ -19,6 +19,9 @@ from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes import pipeline
+from ssdtrain_fx.passes.analysis.analyse import analyse
+from ssdtrain_fx.passes.analysis.pose_problem import pose_problem
+from ssdtrain_fx.passes.decisions.propose_recomputations import propose_recomputations
 from ssdtrain_fx.passes.graph.joint_graph import join
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, find, site_of
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
@@ -87,6 +90,25 @@ def test_what_is_made_again_can_read_what_was_moved() -> None:
 def test_recomputation_takes_part_in_the_limit() -> None:
     """An additional kernel takes more than a thousandth of this step."""
     assert Recompute not in decisions(rewrite(four_layers(), max_slowdown=1e-3).plan).values()
+
+
+def test_what_lifts_the_floor_is_also_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = four_layers()
+    analysis = analyse(step.join(), min_tensor_bytes=0, hardware=machine(1.0), fused=False)
+    problem = pose_problem(analysis, hardware=machine(1.0))
+
+    def proposals() -> list[set[int]]:
+        found = propose_recomputations(analysis, problem, hardware=machine(1.0), fused=False, allowed_s=0.0)
+        return [{one.storage_idx for one in those} for those in found]
+
+    assert len(proposals()) == 1
+    all_of_them = proposals()[0]
+    lifting = min(all_of_them)
+    monkeypatch.setattr(
+        "ssdtrain_fx.passes.decisions.propose_recomputations.raise_the_floor", lambda problem, sources: {lifting}
+    )
+    assert all_of_them in proposals()
+    assert any(those and lifting not in those for those in proposals())
 
 
 MIB, LOSS_BYTES = 1 << 20, 4

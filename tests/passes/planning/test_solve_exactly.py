@@ -18,7 +18,7 @@ from problems import layered_problem, make_hardware, random_problem, seeded_prob
 
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.passes.planning.simulate import simulate
-from ssdtrain_fx.passes.planning.solve_exactly import ExactSolution, solve_exactly
+from ssdtrain_fx.passes.planning.solve_exactly import ExactSolution, bound_in_parts_bytes, solve_exactly
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, Placements, TransferProblem
 
 SLOWDOWNS = (0.0, 0.03, 0.15)
@@ -254,6 +254,31 @@ def test_a_stall_buys_a_lower_peak() -> None:
     assert solve_exactly(staged, max_slowdown=0.11).peak_bytes == 9  # only 1 s of the write is exposed
 
 
+def in_pieces(problem: TransferProblem, count: int) -> TransferProblem:
+    """Every storage as ``count`` storages of equal size, which is what may be moved of it in parts."""
+    pieces = [
+        dataclasses.replace(movable, idx=count * movable.idx + piece, size_bytes=movable.size_bytes // count)
+        for movable in problem.movables
+        for piece in range(count)
+    ]
+    return dataclasses.replace(problem, movables=tuple(pieces))
+
+
+def test_a_part_leaves_where_the_whole_has_no_time() -> None:
+    """The storage takes 8 s to write, and 4 s may be added: half of it can be away in the peak."""
+    movable = Movable(idx=0, size_bytes=8, live_start=0, offload=1, earliest_release=1, wait=9, live_end=10)
+    problem = TransferProblem(
+        node_s=(1.0,) * 10,
+        marker=4,
+        fixed_live_bytes=(0, 90, 0, 0, 0, 0, 0, 0, 0, 0),
+        movables=(movable,),
+        hardware=make_hardware(write=Channel(bytes_per_s=1.0), read=Channel(bytes_per_s=8.0)),
+    )
+    assert solve_exactly(problem, max_slowdown=0.4).peak_bytes == 98
+    assert solve_exactly(in_pieces(problem, 8), max_slowdown=0.4).peak_bytes == 94
+    assert bound_in_parts_bytes(problem, max_slowdown=0.4) == 94
+
+
 # -- properties --------------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +331,16 @@ def test_leaving_positions_out_loses_nothing_in_larger_problems(seed: int) -> No
         )
         assert compressed.proven and full.proven
         assert compressed.peak_bytes == full.peak_bytes
+
+
+@pytest.mark.parametrize("max_slowdown", SLOWDOWNS)
+@pytest.mark.parametrize("problem", seeded_problems(8, max_movables=3, max_positions=12), ids=repr_size)
+def test_no_choice_of_pieces_is_below_the_bound_in_parts(problem: TransferProblem, max_slowdown: float) -> None:
+    even = [dataclasses.replace(movable, size_bytes=2 * movable.size_bytes) for movable in problem.movables]
+    problem = dataclasses.replace(problem, movables=tuple(even))
+    bound_bytes = bound_in_parts_bytes(problem, max_slowdown=max_slowdown)
+    for pieces in (problem, in_pieces(problem, 2)):
+        assert bound_bytes <= solve_exactly(pieces, max_slowdown=max_slowdown, relative_gap=0.0).peak_bytes
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from traced_models import MODELS, SETTINGS, SIZES, Setting, TracedModel
 from ssdtrain_fx.cli.common import progress_columns
 from ssdtrain_fx.passes.graph.joint_graph import JointPass
 from ssdtrain_fx.passes.pipeline import PlannedStep, passes_of_plan
+from ssdtrain_fx.passes.planning.plan import Offload
 from ssdtrain_fx.passes.planning.simulate import simulate
 from ssdtrain_fx.passes.planning.transfer_problem import Placement
 from ssdtrain_fx.studies import zoo
@@ -128,11 +129,11 @@ def outcome(traced: TracedModel, setting: Setting) -> Outcome:
     )
     placements: dict[int, Placement] = {}
     for one in planned:  # none, if nothing is offloaded
-        found = {saved.name: saved.decision for saved in step.plan.offloaded}
+        decisions = {saved.name: saved.decision for saved in step.plan.storages}
         for candidate in one.analysis.candidates:
-            node = candidate.representative
-            if node is not None and node.name in found:
-                placements[candidate.storage.idx] = found[node.name].placement
+            decision = None if candidate.representative is None else decisions.get(candidate.representative.name)
+            if isinstance(decision, Offload):
+                placements[candidate.storage.idx] = decision.placement
     late = simulate(dataclasses.replace(problem, hardware=slower), placements)
     return Outcome(
         step.plan.peak_after_bytes, step_s + step.plan.exposed_s, step_s + late.exposed_s, placements, planning_s

@@ -39,7 +39,11 @@ def bounds(traced: TracedModel, setting: Setting, time_limit_s: float) -> dict[s
     analysis = traced.analyse(setting)
     problem = pose_problem(analysis, hardware=setting.hardware)
     remakes = pose_remakes(analysis, problem, hardware=setting.hardware, fused=True)
-    limits = {"max_slowdown": setting.options["max_slowdown"], "remakes": remakes, "time_limit_s": time_limit_s}
+    limits: dict[str, Any] = {
+        "max_slowdown": setting.options["max_slowdown"],
+        "remakes": remakes,
+        "time_limit_s": time_limit_s,
+    }
     return {
         "setting": setting.name,
         "storages": len(problem.movables),

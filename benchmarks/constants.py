@@ -35,6 +35,7 @@ from rich.table import Table
 from traced_models import MODELS, SETTINGS, SIZES, Setting, TracedModel
 
 from ssdtrain_fx.cli.common import progress_columns
+from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.passes.graph.joint_graph import JointPass
 from ssdtrain_fx.passes.pipeline import PlannedStep, passes_of_plan
 from ssdtrain_fx.passes.planning.plan import Offload
@@ -109,7 +110,8 @@ class Outcome(NamedTuple):
     planning_s: float
 
 
-def outcome(traced: TracedModel, setting: Setting) -> Outcome:
+def outcome(traced: TracedModel, setting: Setting) -> Outcome | None:
+    """The plan, or None if none meets the budget."""
     planned: list[PlannedStep] = []
 
     def keep(step: PlannedStep, options: Any) -> tuple[JointPass, ...]:
@@ -118,7 +120,10 @@ def outcome(traced: TracedModel, setting: Setting) -> Outcome:
 
     began_s = time.thread_time()
     with mock.patch("ssdtrain_fx.passes.pipeline.passes_of_plan", keep):
-        step = traced.plan(setting)
+        try:
+            step = traced.plan(setting)
+        except BudgetError:
+            return None
     planning_s = time.thread_time() - began_s
     problem, step_s = step.problem, step.problem.step_s
     hardware = problem.hardware
@@ -156,6 +161,8 @@ class Row:
     other: str
     cases: int
     changed_plans: int
+    lost_plans: int
+    """Cases in which no plan meets the budget any more."""
     peak: tuple[float, float]
     """Ratio to the value in the code: the worst, and the mean over the cases whose plan changes."""
     time: tuple[float, float]
@@ -169,14 +176,15 @@ class Row:
             self.constant,
             self.value,
             self.other,
-            f"{self.changed_plans} of {self.cases}",
+            f"{self.changed_plans} of {self.cases}" + (f", {self.lost_plans} impossible" if self.lost_plans else ""),
             *(pairs if self.changed_plans else ["-"] * 3),
             f"{self.planning:.2f}",
         ]
 
 
-def compare(constant: Constant, other: Any, before: Sequence[Outcome], after: Sequence[Outcome]) -> Row:
-    differing = [(old, new) for old, new in zip(before, after, strict=True) if _differ(old, new)]
+def compare(constant: Constant, other: Any, before: Sequence[Outcome | None], after: Sequence[Outcome | None]) -> Row:
+    both = [(old, new) for old, new in zip(before, after, strict=True) if old is not None and new is not None]
+    differing = [(old, new) for old, new in both if _differ(old, new)]
 
     def ratios(part: Callable[[Outcome], float]) -> tuple[float, float]:
         found = [part(new) / part(old) for old, new in differing] or [1.0]
@@ -188,10 +196,11 @@ def compare(constant: Constant, other: Any, before: Sequence[Outcome], after: Se
         other=str(other),
         cases=len(before),
         changed_plans=len(differing),
+        lost_plans=len(before) - len(both),
         peak=ratios(lambda one: one.peak_bytes),
         time=ratios(lambda one: one.step_s),
         slow_disk=ratios(lambda one: one.slow_disk_s),
-        planning=sum(one.planning_s for one in after) / sum(one.planning_s for one in before),
+        planning=sum(new.planning_s for _, new in both) / sum(old.planning_s for old, _ in both),
     )
 
 
@@ -213,8 +222,10 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     constants = [constant for constant in CONSTANTS if constant.name in chosen.constant]
     console = Console(width=max(Console().width, 150))
-    trials: list[tuple[Constant, Any, list[Outcome]]] = [(one, other, []) for one in constants for other in one.others]
-    before: list[Outcome] = []
+    trials: list[tuple[Constant, Any, list[Outcome | None]]] = [
+        (one, other, []) for one in constants for other in one.others
+    ]
+    before: list[Outcome | None] = []
     with Progress(*progress_columns(), console=console) as progress:
         bar = progress.add_task("tracing", total=len(chosen.model) * len(SETTINGS) * (1 + len(trials)))
         for model in chosen.model:

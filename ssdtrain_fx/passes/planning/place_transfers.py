@@ -34,7 +34,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from ssdtrain_fx.passes.planning.assign_tiers import fill_host_tier
-from ssdtrain_fx.passes.planning.simulate import Simulation, peak_bytes, simulate, simulate_within
+from ssdtrain_fx.passes.planning.simulate import Simulation, live_bytes, peak_bytes, simulate, simulate_within
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placement, Placements, TransferProblem
 
 SSD_SPEEDUPS = (0.8, 1.0, 2.0, 4.0, float("inf"))
@@ -290,26 +290,36 @@ def _beginnings(problem: TransferProblem, ssd_speedups: Iterable[float], *, allo
 def _improve(
     problem: TransferProblem, choice: Choice, *, allowed_s: float, floor: int, tries: int
 ) -> tuple[Choice, int]:
-    """Local search: change one or a few storages at a time, for as long as that lowers the peak.
+    """Local search: change one or a few storages at a time, for as long as that lowers the peak, or leaves fewer
+    positions at its height.
 
     Return the best choice and how many of the ``tries`` are left.
     """
-    best, best_bytes = choice, choice.peak_bytes
+    best, best_peak = choice, _highest(choice.simulation.live_bytes)
     improved = True
-    while improved and best_bytes > floor:
+    while improved and best_peak[0] > floor:
         improved = False
         for placements in _neighbours(problem, best):
             if tries == 0:
                 return best, 0
             tries -= 1
-            if peak_bytes(problem, placements) >= best_bytes:
+            found_bytes = peak_bytes(problem, placements)  # the fast check first
+            if found_bytes > best_peak[0]:
+                continue
+            if found_bytes == best_peak[0] and _highest(live_bytes(problem, placements)) >= best_peak:
                 continue
             simulation = simulate_within(problem, placements, allowed_s=allowed_s)
             if simulation is not None:
                 best, improved = Choice(placements, simulation, best.ssd_speedup), True
-                best_bytes = best.peak_bytes
+                best_peak = _highest(simulation.live_bytes)
                 break
     return best, tries
+
+
+def _highest(profile: Sequence[int]) -> tuple[int, int]:
+    """The peak, and at how many positions it is reached."""
+    peak = max(profile, default=0)
+    return peak, profile.count(peak)
 
 
 def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, Placement]]:
@@ -345,10 +355,14 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
     for added, dropped in itertools.product(others, _drops(drops)):
         moved = [*(movable for movable in chosen if movable not in dropped), added]
         found = place(problem, moved, choice.ssd_speedup, on_host=fill_host_tier(problem.host, moved))
-        yield found
         tighter = squeezed(added.idx, found[added.idx])
-        if tighter != found[added.idx]:
-            yield {**found, added.idx: tighter}
+        starts = [found]
+        if problem.host is None:  # where the others were put before, which earlier improvements may have changed
+            starts.append({idx: placements.get(idx, placement) for idx, placement in found.items()})
+        for start in starts:
+            yield start
+            if tighter != found[added.idx]:
+                yield {**start, added.idx: tighter}
 
 
 def _optional(movables: Iterable[Movable]) -> list[Movable]:

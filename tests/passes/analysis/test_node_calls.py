@@ -149,7 +149,7 @@ def test_what_is_made_again_is_chosen_by_measured_times(slow: object, again: obj
 
     analysis = priced(four_layers().join(), Slow(), fused=False)
     problem = pose_problem(analysis, hardware=HARDWARE)
-    *_, proposed = propose_recomputations(analysis, problem, hardware=HARDWARE, fused=False, allowed_s=1.0)
+    proposed, *_ = propose_recomputations(analysis, problem, hardware=HARDWARE, fused=False, allowed_s=1.0)
     allocators = [analysis.alias_sets.storages[one.storage_idx].allocator for one in proposed]
     assert again in [node.target for node in allocators]
     assert slow not in [node.target for node in allocators]

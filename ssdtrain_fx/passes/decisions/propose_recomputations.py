@@ -30,7 +30,7 @@ from ssdtrain_fx.passes.analysis.find_recomputations import (
     judge_recomputations,
 )
 from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
-from ssdtrain_fx.passes.planning.relieve_peak import raise_the_floor, relieve_peak
+from ssdtrain_fx.passes.planning.relieve_peak import find_floor_raisers, relieve_peak
 from ssdtrain_fx.passes.planning.remakes import Remake
 from ssdtrain_fx.passes.planning.simulate import ROUNDING
 from ssdtrain_fx.passes.planning.transfer_problem import Placements, TransferProblem
@@ -79,7 +79,7 @@ def propose_recomputations(
     ranked = sorted(found.values(), key=seconds_per_byte)
     ranked_cheap = [one for one in ranked if one.storage_idx in cheap]
     sources = {idx: one.sources for idx, one in found.items()}
-    lifting = raise_the_floor(problem, sources)
+    lifting = find_floor_raisers(problem, sources)
     proposed = [tuple(cheap.values())]
     for those in (ranked_cheap, ranked):
         proposed.append(_without_chains(those))

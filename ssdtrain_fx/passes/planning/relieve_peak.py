@@ -66,7 +66,7 @@ def relieve_peak(
     return tuple(sorted(search.idx[turn] for turn in best))
 
 
-def raise_the_floor(problem: TransferProblem, sources: Mapping[int, Sequence[int]]) -> set[int]:
+def find_floor_raisers(problem: TransferProblem, sources: Mapping[int, Sequence[int]]) -> set[int]:
     """The storages whose recomputation lifts the working-set floor, because it needs its sources where they would
     otherwise be away or dead."""
     profile = np.array(live_bytes(problem, place_all(problem)), dtype=np.int64)

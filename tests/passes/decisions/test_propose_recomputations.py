@@ -105,7 +105,7 @@ def test_what_lifts_the_floor_is_also_left_out(monkeypatch: pytest.MonkeyPatch) 
     all_of_them = proposals()[0]
     lifting = min(all_of_them)
     monkeypatch.setattr(
-        "ssdtrain_fx.passes.decisions.propose_recomputations.raise_the_floor", lambda problem, sources: {lifting}
+        "ssdtrain_fx.passes.decisions.propose_recomputations.find_floor_raisers", lambda problem, sources: {lifting}
     )
     assert all_of_them in proposals()
     assert any(those and lifting not in those for those in proposals())

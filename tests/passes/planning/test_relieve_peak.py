@@ -8,7 +8,7 @@ import pytest
 from problems import seeded_problems
 
 from ssdtrain_fx.passes.planning.place_transfers import floor_bytes
-from ssdtrain_fx.passes.planning.relieve_peak import raise_the_floor
+from ssdtrain_fx.passes.planning.relieve_peak import find_floor_raisers
 from ssdtrain_fx.passes.planning.remakes import Remake, with_remakes
 from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
 
@@ -29,7 +29,7 @@ def test_a_recomputation_lifts_the_floor_if_the_problem_it_leaves_has_a_higher_o
     answers: set[bool] = set()
     for problem in seeded_problems(30, min_movables=3, max_movables=8, max_positions=30):
         sources = random_sources(problem, rng)
-        lifting = raise_the_floor(problem, sources)
+        lifting = find_floor_raisers(problem, sources)
         for idx, read in sources.items():
             left = with_remakes(problem, [Remake(idx=idx, seconds=0.0, sources=read)])
             assert (idx in lifting) == (floor_bytes(left) > floor_bytes(problem)), (idx, read)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
@@ -12,15 +13,16 @@ from ssdtrain_fx.passes.analysis.candidates import Candidate, find_candidates
 from ssdtrain_fx.passes.analysis.chains import find_activations
 from ssdtrain_fx.passes.analysis.estimates import estimate
 from ssdtrain_fx.passes.analysis.fused_kernels import NodeFacts
+from ssdtrain_fx.passes.analysis.layout_copies import LayoutCopy
 from ssdtrain_fx.passes.analysis.liveness import LiveInterval
 from ssdtrain_fx.passes.analysis.module_wishes import Modules, Wish, find_wishes, keep_as_wished
 from ssdtrain_fx.passes.analysis.node_calls import CostSources, MeasuredNodes, Times
-from ssdtrain_fx.passes.analysis.subgraph_calls import SubgraphCall, find_subgraph_calls
+from ssdtrain_fx.passes.analysis.subgraph_calls import SubgraphCall, find_subgraph_calls, workspace_name
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Analysis:
     """Facts about one graph. They are stale as soon as the graph is rewritten."""
 
@@ -31,6 +33,10 @@ class Analysis:
     """The live interval of each storage if nothing moves, by index."""
     node_s: tuple[float, ...]
     """Seconds of every node."""
+    reads: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict[int, Sequence[int]])
+    """Where fused kernels read each storage, by index. Empty if nothing is fused: then nodes read where they stand."""
+    layout_copies: tuple[LayoutCopy, ...] = ()
+    """Copies of inputs that are not in the graph."""
     activations: frozenset[fx.Node] = frozenset()
     """Inputs that may move. Empty unless the graph is a link of a chain."""
     is_link: bool = False
@@ -43,6 +49,22 @@ class Analysis:
     """What option ``modules`` wishes for storages, by index."""
     subgraph_calls: Mapping[fx.Node, SubgraphCall] = dataclasses.field(default_factory=dict[fx.Node, SubgraphCall])
     """What the nodes take that call a subgraph. ``node_s`` has their seconds; ``intervals`` have no workspaces."""
+
+    @functools.cached_property
+    def extras(self) -> Mapping[str, LiveInterval]:
+        """What is in memory beside the storages of the graph, by name: workspaces of subgraphs, and layout copies.
+
+        Their ``storage_idx`` is no storage's. That of a workspace is negative."""
+        positions, count = self.joint.positions(), len(self.alias_sets.storages)
+        workspaces = {
+            workspace_name(node): LiveInterval(-1 - at, positions[node], positions[node] + 1, call.workspace_bytes)
+            for at, (node, call) in enumerate(self.subgraph_calls.items())
+        }
+        copies = {
+            f"{copy.source.name}, channels-last": LiveInterval(count + at, copy.start, copy.end, copy.size_bytes)
+            for at, copy in enumerate(self.layout_copies)
+        }
+        return {**workspaces, **copies}
 
     @property
     def cost_sources(self) -> CostSources:
@@ -85,6 +107,8 @@ def analyse(
         alias_sets=found.alias_sets,
         candidates=keep_as_wished(candidates, wishes),
         intervals=found.intervals,
+        reads=found.reads,
+        layout_copies=found.layout_copies,
         node_s=node_s,
         facts=found.facts,
         activations=activations,

@@ -18,7 +18,6 @@ from typing import Literal
 from torch import fx
 
 from ssdtrain_fx.passes.analysis.analyse import Analysis
-from ssdtrain_fx.passes.analysis.subgraph_calls import workspace_name
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, Storage, find_alias_sets
 from ssdtrain_fx.passes.graph.copy_nodes import COPY_OF
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
@@ -308,10 +307,7 @@ def _find_spans(analysis: Analysis, names: Mapping[int, str]) -> list[_Span]:
             _Span(names[idx], one.size_bytes, nodes[one.start], nodes[one.end - 1])
             for idx, one in analysis.intervals.items()
         ),
-        *(
-            _Span(workspace_name(node), call.workspace_bytes, node, node)
-            for node, call in analysis.subgraph_calls.items()
-        ),
+        *(_Span(name, one.size_bytes, nodes[one.start], nodes[one.end - 1]) for name, one in analysis.extras.items()),
     ]
 
 

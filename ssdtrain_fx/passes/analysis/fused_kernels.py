@@ -20,32 +20,33 @@ Two nodes may share a group if all of these hold:
 
 A reduction over leading dimensions (the gradient of a bias) reads memory in a different order and is a separate pass.
 
-Inductor stores a pointwise result when it reaches an op that needs the result in memory, or where the node is marked
-(``store_sums``). A reduction that runs earlier recomputes that value from its inputs:
+A group runs where the first of its results is stored (see ``stored_results``), which may be later than its nodes stand:
 
     0  p = mm(x, w)         separate kernel
-    1  s = mul(p, 2)        stored for 3
-    2  b = sum(s, [0])      separate pass: reads p again, not s
-    3  d = mm(view(s), v)   separate kernel
+    1  q = mm(y, w)         separate kernel
+    2  a = mul(p, q)        \\
+    3  b = add(p, q)        / one group, which runs at 5: p and q are in memory until then
+    4  c = mm(z, w)         separate kernel
+    5  d = mm(a, c)         needs a
+    6  e = mm(b, d)         needs b, which has been in memory since 5
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
+from ssdtrain_fx.passes.analysis.stored_results import STORED, StoredResult, find_stored_results
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, backward_starts
 from ssdtrain_fx.passes.graph.node_facts import NodeFact
 from ssdtrain_fx.passes.graph.op_kinds import FUSIBLE, Kind
 from ssdtrain_fx.passes.graph.tensor_sizes import Shape
-
-STORED = "ssdtrain_stored"
-"""Key in ``node.meta`` of a pointwise op whose result Inductor has to store as soon as it is computed."""
 
 
 class NodeFacts:
@@ -75,59 +76,74 @@ class NodeFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """A group of pointwise ops and reductions that runs as one kernel. Storages are given by index."""
+    """A group of pointwise ops and reductions that runs as one kernel."""
 
-    last: int
-    """Position of the last member."""
-    reads: tuple[int, ...]
-    """Made outside the group."""
-    writes: tuple[int, ...]
-    """Made in the group and needed outside it."""
-    inlined: tuple[int, ...]
-    """Made in the group and read only by its members, so they never reach memory."""
-    reads_again: tuple[int, ...] = ()
-    """Inputs from which members recompute arguments that are stored too late for them."""
+    runs_at: int
+    """Where the first of its results is stored. All other results are stored there as well."""
+    begins_at: int
+    ends_at: int
+    """From where to where its arguments are in memory. On a CPU, all kernels between two separate ones become one
+    function, which takes the arguments of all. Elsewhere, both are ``runs_at``."""
+    results: tuple[StoredResult, ...]
+
+    @property
+    def reads(self) -> frozenset[int]:
+        """The storages that were in memory before, by index."""
+        return frozenset[int]().union(*(result.reads for result in self.results)) - self.writes
+
+    @property
+    def writes(self) -> frozenset[int]:
+        """The storages that it stores, by index."""
+        return frozenset(idx for result in self.results for idx in result.writes)
 
 
-def find_fused_kernels(
-    joint: ScheduledJointGraph, alias_sets: AliasSets, *, found: NodeFacts | None = None
-) -> tuple[FusedKernel, ...]:
-    """The groups that :func:`estimate_node_seconds` prices, in the order of their last members.
-
-    Args:
-        found: facts of this graph, if they are already known.
-    """
-    found = NodeFacts(joint, alias_sets) if found is None else found
+def find_fused_kernels(found: NodeFacts) -> tuple[FusedKernel, ...]:
+    """The kernels that Inductor generates, in the order in which they run."""
     facts, groups = found.facts, found.groups
-    read_again = _read_again(facts, found.users)
-    maker: dict[int, int] = {}
-    for fact, group in zip(facts, groups, strict=True):
-        if fact.kind is not Kind.FREE:
-            maker.update((idx, group) for idx in fact.made)
-    needed = {idx for fact in facts if fact.node.op == "output" for idx, _ in fact.read}
-    members: dict[int, list[int]] = {}
-    for position, (fact, group) in enumerate(zip(facts, groups, strict=True)):
-        if fact.kind is Kind.FREE:
-            continue
-        needed.update(idx for idx, _ in fact.read if maker.get(idx, group) != group)
-        if fact.kind in FUSIBLE:
-            members.setdefault(group, []).append(position)
-    kernels: list[FusedKernel] = []
-    for group, positions in members.items():
-        made = [idx for position in positions for idx in facts[position].made]
-        read = dict.fromkeys(
-            idx for position in positions for idx, _ in facts[position].read if maker.get(idx) != group
+    results = find_stored_results(facts)
+    needed = {
+        idx
+        for fact in facts
+        if fact.kind is Kind.KERNEL or (fact.kind is Kind.FREE and not fact.is_view)
+        for idx, _ in fact.read
+    }
+    group_of = {idx: groups[result.made_at] for result in results for idx in result.writes}
+    for result in results:
+        needed.update(idx for idx in result.reads if group_of.get(idx) != groups[result.made_at])
+    by_group: dict[int, list[StoredResult]] = {}
+    runs_at: dict[int, int] = {}
+    inside: dict[int, frozenset[int]] = {}
+    """By storage that one kernel makes and reads, and nothing else: what it is computed from."""
+    for result in results:
+        group = groups[result.made_at]
+        runs_at[group] = min(runs_at.get(group, result.stored_at), result.stored_at)
+        reads = frozenset[int]().union(*(inside.get(idx, (idx,)) for idx in result.reads))
+        if needed.isdisjoint(result.writes):
+            inside.update(dict.fromkeys(result.writes, reads))
+        else:
+            by_group.setdefault(group, []).append(dataclasses.replace(result, reads=reads))
+    functions = _find_functions(facts, runs_at.values())
+    kernels = (
+        FusedKernel(
+            runs_at=(at := runs_at[group]),
+            begins_at=functions[at][0],
+            ends_at=functions[at][1],
+            results=tuple(stored),
         )
-        kernels.append(
-            FusedKernel(
-                last=positions[-1],
-                reads=tuple(read),
-                writes=tuple(idx for idx in made if idx in needed),
-                inlined=tuple(idx for idx in made if idx not in needed),
-                reads_again=tuple(dict.fromkeys(idx for position in positions for idx in read_again.get(position, ()))),
-            )
-        )
-    return tuple(sorted(kernels, key=lambda kernel: kernel.last))
+        for group, stored in by_group.items()
+    )
+    return tuple(sorted(kernels, key=lambda kernel: kernel.runs_at))
+
+
+def _find_functions(facts: Sequence[NodeFact], runs_at: Collection[int]) -> dict[int, tuple[int, int]]:
+    """For each position where a kernel runs: the first and the last such position in the same function."""
+    if any(fact.device_type not in ("", "cpu") for fact in facts):
+        return {at: (at, at) for at in runs_at}
+    separate = [at for at, fact in enumerate(facts) if fact.kind is Kind.KERNEL or fact.node.target is backward_starts]
+    functions: dict[int, list[int]] = {}
+    for at in runs_at:
+        functions.setdefault(bisect.bisect_left(separate, at), []).append(at)
+    return {at: (min(members), max(members)) for members in functions.values() for at in members}
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -212,57 +228,6 @@ def _feeds_only_columns(facts: Sequence[NodeFact], users: Sequence[Sequence[int]
             shape = facts[position].shape
             found[position] = all(found[at] and _same_space(facts[at].shape, shape) for at in users[position])
     return found
-
-
-def _read_again(facts: Sequence[NodeFact], users: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """By position of a reduction over columns: the storages from which it recomputes its argument.
-
-    This happens if only separate kernels after the reduction need the argument in memory. A kernel that reads the
-    argument directly, not through a view, is an exception: Inductor checks direct readers when it computes the
-    argument, and stores it at once.
-    """
-    kernels = [[at for at in readers if facts[at].kind is Kind.KERNEL] for readers in users]
-    maker: dict[int, int] = {}
-    made_of: dict[int, list[tuple[int, int | None]]] = {}
-    """By position of a pointwise op: the storages that it reads, and the position that made each."""
-    again: dict[int, list[int]] = {}
-    marker = 0
-
-    def is_stored(made_at: int | None, position: int) -> bool:
-        """Is the result of ``made_at`` in memory when Inductor reaches ``position``?"""
-        if made_at is None or made_at < marker or facts[made_at].kind is not Kind.POINTWISE:
-            return True
-        if STORED in facts[made_at].node.meta:
-            return True
-        return min(kernels[made_at], default=position) < position
-
-    def comes_too_late(made_at: int | None, position: int) -> bool:
-        if made_at is None or not kernels[made_at] or is_stored(made_at, position):
-            return False
-        return not any(facts[at].node in facts[made_at].node.users for at in kernels[made_at])
-
-    def sources(made_at: int, position: int) -> Iterator[int]:
-        waiting, seen = [made_at], {made_at}
-        while waiting:
-            for idx, before in made_of[waiting.pop()]:
-                if before is None or is_stored(before, position):
-                    yield idx
-                elif before not in seen:
-                    seen.add(before)
-                    waiting.append(before)
-
-    for position, fact in enumerate(facts):
-        if fact.node.target is backward_starts:
-            marker = position
-        if fact.kind is Kind.POINTWISE:
-            made_of[position] = [(idx, maker.get(idx)) for idx, _ in fact.read]
-        elif fact.kind is Kind.COLUMNS:
-            late = [maker[idx] for idx, _ in fact.read if comes_too_late(maker.get(idx), position)]
-            again[position] = [idx for made_at in late for idx in sources(made_at, position)]
-        if fact.kind is not Kind.FREE:
-            maker.update((idx, position) for idx in fact.made)
-            maker.update((idx, position) for idx, _ in fact.written)
-    return again
 
 
 def _same_space(one: Shape, other: Shape) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
@@ -31,6 +31,7 @@ def pose_problem(
             candidate,
             intervals[candidate.storage.idx],
             positions,
+            analysis.reads.get(candidate.storage.idx, ()),
             marker,
             must_move=analysis.wishes.get(candidate.storage.idx) == "offload",
         )
@@ -39,13 +40,11 @@ def pose_problem(
     ]
     moving = {movable.idx for movable in movables}
     fixed = [interval for idx, interval in intervals.items() if idx not in moving]
-    fixed_bytes = list(memory_profile(fixed, len(positions)).live_bytes)
-    for node, call in analysis.subgraph_calls.items():
-        fixed_bytes[positions[node]] += call.workspace_bytes
+    fixed += analysis.extras.values()
     return TransferProblem(
         node_s=analysis.node_s,
         marker=marker,
-        fixed_live_bytes=tuple(fixed_bytes),
+        fixed_live_bytes=memory_profile(fixed, len(positions)).live_bytes,
         movables=tuple(sorted(movables, key=lambda movable: (movable.offload, movable.idx))),
         hardware=hardware,
         recompute_s=0.0 if step_s is None else add_up(analysis.node_s) - step_s,
@@ -54,7 +53,13 @@ def pose_problem(
 
 
 def _describe_movable(
-    candidate: Candidate, interval: LiveInterval, positions: Mapping[fx.Node, int], marker: int, *, must_move: bool
+    candidate: Candidate,
+    interval: LiveInterval,
+    positions: Mapping[fx.Node, int],
+    reads: Sequence[int],
+    marker: int,
+    *,
+    must_move: bool,
 ) -> Movable:
     representative = candidate.representative
     assert representative is not None
@@ -71,12 +76,15 @@ def _describe_movable(
             if positions[user] > marker:
                 first_backward_read = min(first_backward_read, positions[user])
         last_forward_read = max([last_forward_read, *(positions[user] for user in forward_users)])
+    first_backward_read = min([first_backward_read, *(at for at in reads if at > marker)])
+    last_forward_read = min(max([last_forward_read, *(at for at in reads if at <= marker)]), marker - 1)
     if candidate.storage.is_input:
         last_forward_read = marker - 1  # the caller holds it until forward returns
     return Movable(
         idx=interval.storage_idx,
         size_bytes=interval.size_bytes,
-        live_start=interval.start,
+        # The offload needs it in memory.
+        live_start=min(interval.start, positions[representative] + 1),
         offload=positions[representative] + 1,
         earliest_release=last_forward_read + 1,
         wait=first_backward_read,

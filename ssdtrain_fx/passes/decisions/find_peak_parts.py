@@ -26,7 +26,7 @@ def find_peak_parts(analysis: Analysis, live: Iterable[LiveInterval]) -> tuple[P
     """The parts of a peak, largest first. Parts of 0 bytes are left out.
 
     Args:
-        live: what is live at the peak. An index that is no storage's is a workspace of a subgraph.
+        live: what is live at the peak. An index that is no storage's is one of ``Analysis.extras``.
     """
     storages = analysis.alias_sets.storages
     logits_elements = _count_logits(analysis)
@@ -36,8 +36,10 @@ def find_peak_parts(analysis: Analysis, live: Iterable[LiveInterval]) -> tuple[P
     for span in live:
         idx = span.storage_idx
         role: PeakRole = "other"
-        if idx >= len(storages):
+        if idx < 0:
             role = "chunk"
+        elif idx >= len(storages):
+            role = "other"
         elif logits_elements and any(
             math.prod(shape_of(node.meta.get("val"))) == logits_elements for node in storages[idx].members
         ):

@@ -16,7 +16,6 @@ from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.passes.analysis.analyse import Analysis
 from ssdtrain_fx.passes.analysis.candidates import Candidate
 from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
-from ssdtrain_fx.passes.analysis.subgraph_calls import workspace_name
 from ssdtrain_fx.passes.decisions.find_peak_parts import find_peak_parts
 from ssdtrain_fx.passes.graph.source_lines import source_line
 from ssdtrain_fx.passes.planning.chains import choose_most
@@ -156,10 +155,8 @@ def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
         spans += [interval] if placement is None else interval.without(placement.release, placement.reload)
     nodes = list(analysis.joint.graph.nodes)
     names = {storage.idx: storage.allocator.name for storage in analysis.alias_sets.storages}
-    for node, call in analysis.subgraph_calls.items():
-        position, idx = nodes.index(node), len(names)
-        names[idx] = workspace_name(node)
-        spans.append(LiveInterval(idx, position, position + 1, call.workspace_bytes))
+    names |= {extra.storage_idx: name for name, extra in analysis.extras.items()}
+    spans += analysis.extras.values()
     profile = memory_profile(spans, len(nodes))
     position = profile.peak_position
     there = [span for span in spans if span.start <= position < span.end]

@@ -59,6 +59,12 @@ class NodeFact:
     dtype: torch.dtype | None
     expensive_elements: int
     """Elements that need a transcendental function or a random number."""
+    name: str
+    """Of the op, without namespace and overload; empty for what takes no time."""
+    device_type: str
+    """Of its result."""
+    is_view: bool
+    """Its result has the storage of an argument."""
     traffic_bytes: int
     """Bytes moved in addition to ``read``, ``written`` and the storages that it allocates."""
 
@@ -68,7 +74,10 @@ class NodeFact:
         op = op_of(node.target) if node.op == "call_function" else FREE_OP
         if not takes_time(node, alias_sets):
             held = tuple((idx, 0) for source in node.all_input_nodes for idx in alias_sets.by_node[source])
-            return cls(node, Kind.FREE, made, (), held, (), 0, False, None, 0, 0)
+            is_view = bool(set(alias_sets.by_node[node]) & {idx for idx, _ in held})
+            device = getattr(node.meta.get("val"), "device", None)
+            device_type = "" if device is None else device.type
+            return cls(node, Kind.FREE, made, (), held, (), 0, False, None, 0, "", device_type, is_view, 0)
         inputs = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), torch.Tensor)]
         first = inputs[0].meta["val"] if inputs else None
         results = [leaf for leaf in _torch_private.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
@@ -107,6 +116,9 @@ class NodeFact:
             convolves="conv" in op.name,
             dtype=None if result is None else result.dtype,
             expensive_elements=expensive_elements + op.attention_elements(node),
+            name=op.name,
+            device_type="" if result is None else result.device.type,
+            is_view=False,
             traffic_bytes=traffic_bytes,
         )
 

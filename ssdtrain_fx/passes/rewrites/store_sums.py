@@ -31,7 +31,8 @@ import torch
 from torch import fx
 
 from ssdtrain_fx import _torch_private
-from ssdtrain_fx.passes.analysis.fused_kernels import STORED, NodeFacts
+from ssdtrain_fx.passes.analysis.fused_kernels import NodeFacts
+from ssdtrain_fx.passes.analysis.stored_results import STORED
 from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.graph.op_kinds import Kind

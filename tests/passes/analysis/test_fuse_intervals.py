@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ssdtrain_fx.passes.analysis.fuse_intervals import fuse_intervals
-from ssdtrain_fx.passes.analysis.fused_kernels import find_fused_kernels
+from ssdtrain_fx.passes.analysis.fuse_intervals import find_reads, fuse_intervals
+from ssdtrain_fx.passes.analysis.fused_kernels import NodeFacts, find_fused_kernels
 from ssdtrain_fx.passes.analysis.liveness import LiveInterval, find_live_intervals
-from ssdtrain_fx.testing import analyse, capture_step, capture_toy, named
+from ssdtrain_fx.testing import GraphAnalysis, analyse, capture_step, capture_toy, named
 
 
 def chain(x: Tensor, w: Tensor) -> Tensor:
@@ -23,6 +23,14 @@ def one_op(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w).tanh() @ w
 
 
+def intervals(analysis: GraphAnalysis) -> tuple[dict[int, LiveInterval], dict[int, LiveInterval]]:
+    """Intervals by storage, without and with fusion."""
+    found = NodeFacts(analysis.joint, analysis.alias_sets)
+    kernels = find_fused_kernels(found)
+    fused = fuse_intervals(analysis.joint.graph, analysis.alias_sets, found, kernels, find_reads(found, kernels))
+    return find_live_intervals(analysis.joint.graph, analysis.alias_sets), fused
+
+
 def fused(
     function: Callable[..., Tensor | tuple[Tensor, ...]] = chain, *, requires_grad: bool = False
 ) -> tuple[dict[str, LiveInterval], dict[str, LiveInterval]]:
@@ -30,9 +38,7 @@ def fused(
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=requires_grad)
     analysis = analyse(capture_step(function, x, w))
     storages = analysis.alias_sets.storages
-    plain = find_live_intervals(analysis.joint.graph, analysis.alias_sets)
-    kernels = find_fused_kernels(analysis.joint, analysis.alias_sets)
-    both = (plain, fuse_intervals(plain, kernels, analysis.alias_sets))
+    both = intervals(analysis)
     before, after = ({storages[idx].allocator.name: interval for idx, interval in each.items()} for each in both)
     return before, after
 
@@ -51,9 +57,9 @@ def test_a_result_takes_over_the_memory_of_an_argument_that_dies() -> None:
 
 
 def test_what_is_read_again_is_not_overwritten() -> None:
-    """With a gradient for ``w``, backward reads ``add``, so it stays in memory as it does without fusion."""
+    """With a gradient for ``w``, backward reads ``add``, so it is in memory until then."""
     before, after = fused(requires_grad=True)
-    assert after["add"] == before["add"]
+    assert after["add"].end == before["add"].end
 
 
 def shared_bias(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,22 +68,45 @@ def shared_bias(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return s.sum(0), s.view(2, 2, 4).view(4, 4) @ w
 
 
-def test_what_a_sum_reads_once_more_is_not_overwritten_before() -> None:
+def test_what_is_stored_later_takes_over_what_a_sum_has_read() -> None:
     before, after = fused(shared_bias)
     assert before["mm"].end == before["mul"].start + 1
-    assert after["mm"].end == after["sum_1"].start + 1 > after["mul"].start
+    assert after["mm"].end == after["mul"].start == after["sum_1"].start, "one function of a CPU"
 
 
-def test_fusion_adds_no_memory_but_what_is_read_once_more() -> None:
+def read_by_two(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """One kernel makes two results from ``mm``. Backward reads ``tanh`` alone."""
+    p = x @ w
+    return p.tanh(), p + 1
+
+
+def test_what_two_results_read_is_not_overwritten() -> None:
+    _, after = fused(read_by_two)
+    assert after["tanh"].start == after["add"].start
+    assert after["mm"].end == after["tanh"].start + 1
+
+
+def residual(x: Tensor, w: Tensor) -> Tensor:
+    """The second sum is computed from the terms of the first one, which is never stored."""
+    h = x @ w
+    s = h + x
+    return s + (s.relu() @ w)
+
+
+def test_a_sum_that_is_not_stored_keeps_its_terms_in_memory() -> None:
+    before, after = fused(residual)
+    assert "add" in before and "add" not in after
+    assert after["mm"].end == before["add"].end > before["mm"].end
+
+
+def test_all_that_is_held_reaches_memory() -> None:
     for name in ("mlp", "attention", "norms", "deep"):
         analysis = analyse(capture_toy(name))
-        plain = find_live_intervals(analysis.joint.graph, analysis.alias_sets)
-        kernels = find_fused_kernels(analysis.joint, analysis.alias_sets)
-        after = fuse_intervals(plain, kernels, analysis.alias_sets)
+        plain, after = intervals(analysis)
         assert after.keys() <= plain.keys()
-        again = {idx: kernel.last + 1 for kernel in kernels for idx in kernel.reads_again}
-        for idx, interval in after.items():
-            assert plain[idx].start == interval.start <= interval.end <= max(plain[idx].end, again.get(idx, 0))
+        end = len(analysis.joint.graph.nodes)
+        for interval in after.values():
+            assert 0 <= interval.start < interval.end <= end
         for node in (*analysis.joint.saved, *analysis.joint.graph.output_node().all_input_nodes):
             for idx in analysis.alias_sets.by_node[node]:
                 assert (idx in after) == (idx in plain), f"{named(analysis.joint.graph, node.name)} is held"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
 from test_node_costs import ONLY_BYTES, costs, total, trace
 from torch import Tensor
 
-from ssdtrain_fx.passes.analysis.fused_kernels import find_fused_kernels
+from ssdtrain_fx.passes.analysis.fused_kernels import FusedKernel, NodeFacts, find_fused_kernels
 from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
-from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
-from ssdtrain_fx.testing import analyse, capture_step
+from ssdtrain_fx.passes.graph.alias_sets import AliasSets, find_alias_sets
+from ssdtrain_fx.testing import capture_step
 
 
 def test_a_chain_reads_and_writes_once() -> None:
@@ -110,73 +109,52 @@ def test_forward_and_backward_never_share_a_group() -> None:
     assert sum(seconds[marker:]) == 120  # tangent and result in, gradient out
 
 
-def read_again(function: Callable[..., object], *shapes: Sequence[int]) -> dict[str, set[str]]:
-    """The storages from which reductions recompute their argument, by the name of the reduction."""
+def kernels_of(function: Callable[..., object], *shapes: Sequence[int]) -> list[tuple[str, FusedKernel, AliasSets]]:
+    """Each kernel, and the name of the node at which it runs."""
     joint = trace(function, *shapes)
     alias_sets = find_alias_sets(joint.graph)
     nodes = list(joint.graph.nodes)
-    return {
-        nodes[kernel.last].name: {alias_sets.storages[idx].allocator.name for idx in kernel.reads_again}
-        for kernel in find_fused_kernels(joint, alias_sets)
-        if kernel.reads_again
-    }
+    return [(nodes[one.runs_at].name, one, alias_sets) for one in find_fused_kernels(NodeFacts(joint, alias_sets))]
 
 
-def test_a_sum_in_front_of_what_has_its_argument_stored_computes_it_once_more() -> None:
+def names(alias_sets: AliasSets, storages: Iterable[int]) -> set[str]:
+    return {alias_sets.storages[idx].allocator.name for idx in storages}
+
+
+def test_a_kernel_runs_where_its_first_result_is_needed() -> None:
+    """Both results are computed from both inputs, so they are one kernel, although ``add`` is needed later."""
+
+    def function(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        p, q = x @ w, y @ w
+        a, b = p * q, p + q
+        return w @ w, a @ w, b @ w
+
+    [(at, kernel, alias_sets)] = kernels_of(function, (4, 4), (4, 4), (4, 4))
+    assert at == "mm_3", "not at mul or add, and not at mm_2, which reads neither"
+    assert names(alias_sets, kernel.reads) == {"mm", "mm_1"}
+    assert names(alias_sets, kernel.writes) == {"mul", "add"}
+
+
+def test_what_only_one_kernel_makes_and_reads_reaches_no_memory() -> None:
+    """Lowering stores the sum of the rows, but fusion takes it out of memory again."""
+
+    def function(x: Tensor) -> Tensor:
+        return x / x.sum(-1, keepdim=True)
+
+    [(_, kernel, alias_sets)] = kernels_of(function, (4, 6))
+    assert names(alias_sets, kernel.writes) == {"div"}
+    assert names(alias_sets, kernel.reads) == {"x_1"}
+
+
+def test_on_a_cpu_the_kernels_between_two_products_are_one_function() -> None:
+    """The sum of the columns and the scaled tensor iterate over different things, so they are two kernels."""
+
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        s = (x @ w) * 2 + x
+        p = x @ w
+        s = p * 2
         return s.sum(0), s.view(2, 2, 4).view(4, 4) @ w
 
-    assert read_again(function, (4, 4), (4, 4)) == {"sum_1": {"mm", "x_1"}}
-
-
-def test_a_sum_reads_what_is_stored_by_then() -> None:
-    def behind_the_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        s = (x @ w) * 2
-        product = s.view(2, 2, 4).view(4, 4) @ w
-        return s.sum(0), product
-
-    def read_by_a_product_without_a_view(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        s = (x @ w) * 2
-        return s.sum(0), s @ w
-
-    def made_by_a_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        s = x @ w
-        return s.sum(0), s.view(2, 2, 4).view(4, 4) @ w
-
-    def never_stored(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        s = (x @ w) * 2
-        return s.sum(0), s + 1
-
-    for function in (behind_the_product, read_by_a_product_without_a_view, made_by_a_product, never_stored):
-        assert read_again(function, (4, 4), (4, 4)) == {}, function.__name__
-
-
-def test_backward_reads_what_forward_has_stored() -> None:
-    """``mul`` is in memory when forward ends, although only a product in backward reads it, after the sum."""
-
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        return Stored.apply(x, w)
-
-    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
-    analysis = analyse(capture_step(function, x, w))
-    assert "mul" in {node.name for node in analysis.joint.saved}
-    kernels = find_fused_kernels(analysis.joint, analysis.alias_sets)
-    assert not any(kernel.reads_again for kernel in kernels)
-
-
-class Stored(torch.autograd.Function):
-    """Saves 2 x. Backward sums its columns, then multiplies it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        a = x * 2
-        ctx.save_for_backward(a, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        (gy,) = gradients
-        a, w = ctx.saved_tensors
-        columns = a.sum(0)
-        return gy @ w.t() + columns, a.view(2, 2, 4).view(4, 4).t() @ gy
+    (first, of_sum, _), (second, of_product, _) = kernels_of(function, (4, 4), (4, 4))
+    assert (first, second) == ("sum_1", "mm_1")
+    for kernel in (of_sum, of_product):
+        assert (kernel.begins_at, kernel.ends_at) == (of_sum.runs_at, of_product.runs_at)

@@ -8,7 +8,8 @@ from graphs import matrix
 from torch import Tensor
 
 from ssdtrain_fx import _torch_private
-from ssdtrain_fx.passes.analysis.fused_kernels import STORED, find_fused_kernels
+from ssdtrain_fx.passes.analysis.fused_kernels import NodeFacts, find_fused_kernels
+from ssdtrain_fx.passes.analysis.stored_results import STORED
 from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.rewrites.store_sums import WAITS_FOR_KERNELS, store_sums
@@ -61,7 +62,7 @@ def test_a_marked_sum_is_no_part_of_the_kernel_that_reads_it() -> None:
     alias_sets = find_alias_sets(joint.graph)
 
     def stored() -> set[str]:
-        kernels = find_fused_kernels(joint, alias_sets)
+        kernels = find_fused_kernels(NodeFacts(joint, alias_sets))
         return {alias_sets.storages[idx].allocator.name for kernel in kernels for idx in kernel.writes}
 
     before = stored()

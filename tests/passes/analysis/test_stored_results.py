@@ -100,7 +100,7 @@ def many_inputs(count: int) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def expensive(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    s = x.tanh() * y
+    s = x.exp() * y
     return s.sin(), s.cos()
 
 
@@ -170,9 +170,14 @@ def lowered(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Counter[s
     return found
 
 
+LIMITS_OF_2_13 = ("13 inputs", "60 ops", "120 ops")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_inductor_stores_the_same(name: str) -> None:
     """The oracle: the buffers of Inductor's lowering, before it fuses them."""
+    if name in LIMITS_OF_2_13 and not torch.__version__.startswith("2.13."):
+        pytest.skip("the limits of inputs and ops are those of torch 2.13")
     function, count = CASES[name]
     expected = lowered(function, [torch.randn(SQUARE) for _ in range(count)])
     joint = trace(function, *[SQUARE] * count)

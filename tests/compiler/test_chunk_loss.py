@@ -210,7 +210,7 @@ def test_auto_takes_chunks_where_the_peak_falls_in_time() -> None:
     narrow = plan_of(model, chunk_loss="auto", hardware=machine(1.0), max_slowdown=0.0)
     assert narrow.loss_chunks == 0
     assert narrow == plan_of(model, hardware=machine(1.0), max_slowdown=0.0)
-    assert wide.peak_after_bytes < narrow.peak_after_bytes / 2
+    assert wide.peak_after_bytes < LOGITS_BYTES < narrow.peak_after_bytes
 
 
 @needs_chunker
@@ -224,7 +224,7 @@ def test_auto_gives_the_numbers_of_as_many_chunks() -> None:
 
 @needs_chunker
 def test_auto_takes_chunks_where_only_they_meet_the_budget(caplog: pytest.LogCaptureFixture) -> None:
-    model, budget = Tower(), {"memory_budget_bytes": 2 * LOGITS_BYTES}
+    model, budget = Tower(), {"memory_budget_bytes": LOGITS_BYTES}
     assert plan_of(model, chunk_loss="auto", hardware=machine(1.0), **budget).loss_chunks == 4
     assert "does not fit into memory_budget_bytes" not in caplog.text
     roomy = plan_of(model, chunk_loss="auto", hardware=machine(1.0), memory_budget_bytes=100 * LOGITS_BYTES)

@@ -21,14 +21,14 @@ from torch import fx
 from ssdtrain_fx.passes.analysis.fused_kernels import FusedKernel, NodeFacts
 from ssdtrain_fx.passes.analysis.liveness import WAIT_FOR_COLLECTIVE, LiveInterval, find_live_intervals
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets
-from ssdtrain_fx.passes.graph.op_kinds import FUSIBLE, Kind
+from ssdtrain_fx.passes.graph.op_kinds import FUSIBLE
 
 
 def find_reads(found: NodeFacts, kernels: Sequence[FusedKernel]) -> dict[int, list[int]]:
     """For each storage, by index: where it is read, once for each result that is computed from it."""
     reads: dict[int, list[int]] = {}
     for position, fact in enumerate(found.facts):
-        if fact.kind is Kind.KERNEL or (fact.kind is Kind.FREE and not fact.is_view):
+        if fact.needs_memory:
             # A collective's result is complete, and becomes another storage, where it is waited for.
             read_at = position - 1 if str(fact.node.target) == WAIT_FOR_COLLECTIVE else position
             for idx in dict.fromkeys(idx for idx, _ in fact.read):

@@ -87,11 +87,6 @@ class FusedKernel:
     results: tuple[StoredResult, ...]
 
     @property
-    def reads(self) -> frozenset[int]:
-        """The storages that were in memory before, by index."""
-        return frozenset[int]().union(*(result.reads for result in self.results)) - self.writes
-
-    @property
     def writes(self) -> frozenset[int]:
         """The storages that it stores, by index."""
         return frozenset(idx for result in self.results for idx in result.writes)
@@ -101,12 +96,7 @@ def find_fused_kernels(found: NodeFacts) -> tuple[FusedKernel, ...]:
     """The kernels that Inductor generates, in the order in which they run."""
     facts, groups = found.facts, found.groups
     results = find_stored_results(facts)
-    needed = {
-        idx
-        for fact in facts
-        if fact.kind is Kind.KERNEL or (fact.kind is Kind.FREE and not fact.is_view)
-        for idx, _ in fact.read
-    }
+    needed = {idx for fact in facts if fact.needs_memory for idx, _ in fact.read}
     group_of = {idx: groups[result.made_at] for result in results for idx in result.writes}
     for result in results:
         needed.update(idx for idx in result.reads if group_of.get(idx) != groups[result.made_at])

@@ -14,13 +14,13 @@ The rule is that of ``GraphLowering.decide_layout_opt`` in torch/_inductor/graph
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from ssdtrain_fx.passes.analysis.fused_kernels import NodeFacts
-from ssdtrain_fx.passes.graph.tensor_sizes import touched_bytes
+from ssdtrain_fx.passes.graph.tensor_sizes import hint, shape_of, touched_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,20 +38,21 @@ class LayoutCopy:
 
 def find_layout_copies(found: NodeFacts) -> tuple[LayoutCopy, ...]:
     """The copies of one graph, by the first convolution that takes them."""
-    if not torch.backends.mkldnn.is_available():
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return ()
     spans: dict[fx.Node, tuple[int, int]] = {}
     for position, fact in enumerate(found.facts):
         if fact.convolves and fact.device_type == "cpu":
             for source in fact.node.all_input_nodes:
-                if source.op == "placeholder" and _is_copied(source.meta["val"].shape, source.meta["val"].stride()):
+                if source.op == "placeholder" and _is_copied(source.meta["val"]):
                     start, _ = spans.get(source, (position, 0))
                     spans[source] = start, position + 1
     return tuple(LayoutCopy(source, start, end) for source, (start, end) in spans.items())
 
 
-def _is_copied(shape: Sequence[int], stride: Sequence[int]) -> bool:
+def _is_copied(value: Any) -> bool:
     """Is it an image or a weight with two spatial dimensions that is not channels-last?"""
+    shape = shape_of(value)
     if len(shape) != 4 or shape[1] == 1 or all(size == 1 for size in shape[2:]):
         return False
-    return stride[1] != 1
+    return hint(value.stride(1)) != 1

@@ -33,10 +33,12 @@ STORED = "ssdtrain_stored"
 """Key in ``node.meta`` of a pointwise op whose result Inductor has to store as soon as it is computed."""
 MAX_SHARED_READS = 4
 """A result with several readers is stored if it is computed from more inputs than this."""
+MAX_OPS = 100
+"""Any result is stored if it is computed by more ops than this."""
 
 
 class _Limits(NamedTuple):
-    """A result is stored if it is computed from more inputs, or by more ops."""
+    """A result of several inputs is stored if there are more than this, or more ops."""
 
     reads: int
     ops: int
@@ -110,13 +112,13 @@ def find_stored_results(facts: Sequence[NodeFact]) -> list[StoredResult]:
             if (is_needed and len(value.reads) > 1) or (is_returned and value.reads):
                 return True
             return value.is_large(limits, is_shared=True)
-        return len(value.reads) > 1 and value.is_large(limits, is_shared=False)
+        return (len(value.reads) > 1 and value.is_large(limits, is_shared=False)) or len(value.ops) > MAX_OPS
 
     for position, fact in enumerate(facts):
         read = dict.fromkeys(idx for idx, _ in fact.read)
         if position == marker:  # forward returns what backward reads
             store({idx for later in facts[position:] for idx, _ in later.read}, position)
-        elif fact.node.op == "output" or fact.kind is Kind.KERNEL:
+        elif fact.needs_memory:
             store(read, position)
         elif fact.kind is Kind.FREE:
             store([idx for idx in read if idx in unstored and must_store(unstored[idx], fact, position)], position)

@@ -68,6 +68,11 @@ class NodeFact:
     traffic_bytes: int
     """Bytes moved in addition to ``read``, ``written`` and the storages that it allocates."""
 
+    @property
+    def needs_memory(self) -> bool:
+        """Its arguments have to be in memory: it is no part of a generated kernel, and no view."""
+        return self.kind is Kind.KERNEL or (self.kind is Kind.FREE and not self.is_view)
+
     @classmethod
     def of(cls, node: fx.Node, alias_sets: AliasSets) -> NodeFact:
         made = tuple(idx for idx in alias_sets.by_node[node] if alias_sets.storages[idx].allocator is node)

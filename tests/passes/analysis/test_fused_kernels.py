@@ -131,7 +131,7 @@ def test_a_kernel_runs_where_its_first_result_is_needed() -> None:
 
     [(at, kernel, alias_sets)] = kernels_of(function, (4, 4), (4, 4), (4, 4))
     assert at == "mm_3", "not at mul or add, and not at mm_2, which reads neither"
-    assert names(alias_sets, kernel.reads) == {"mm", "mm_1"}
+    assert [names(alias_sets, result.reads) for result in kernel.results] == [{"mm", "mm_1"}] * 2
     assert names(alias_sets, kernel.writes) == {"mul", "add"}
 
 
@@ -143,7 +143,7 @@ def test_what_only_one_kernel_makes_and_reads_reaches_no_memory() -> None:
 
     [(_, kernel, alias_sets)] = kernels_of(function, (4, 6))
     assert names(alias_sets, kernel.writes) == {"div"}
-    assert names(alias_sets, kernel.reads) == {"x_1"}
+    assert names(alias_sets, kernel.results[0].reads) == {"x_1"}
 
 
 def test_on_a_cpu_the_kernels_between_two_products_are_one_function() -> None:

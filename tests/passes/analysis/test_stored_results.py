@@ -114,6 +114,12 @@ def many_ops(count: int) -> Callable[..., Tensor]:
     return function
 
 
+def one_input(x: Tensor) -> Tensor:
+    for _ in range(250):
+        x = x.sin()
+    return x
+
+
 def softmax(x: Tensor) -> Tensor:
     e = (x - x.amax(-1, keepdim=True)).exp()
     return e / e.sum(-1, keepdim=True)
@@ -137,6 +143,7 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "40 ops": (many_ops(40), 2),
     "60 ops": (many_ops(60), 2),
     "120 ops": (many_ops(120), 2),
+    "250 ops of one input": (one_input, 1),
 }
 
 

@@ -104,6 +104,11 @@ def expensive(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return s.sin(), s.cos()
 
 
+def shared_view(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    s = (x.exp() * y).view(-1)
+    return s.sin(), s.cos()
+
+
 def many_ops(count: int) -> Callable[..., Tensor]:
     def function(x: Tensor, y: Tensor) -> Tensor:
         s = x + y
@@ -137,6 +142,7 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "gated": (gated, 3),
     "softmax": (softmax, 1),
     "expensive": (expensive, 2),
+    "shared view": (shared_view, 2),
     "4 inputs": (many_inputs(4), 5),
     "5 inputs": (many_inputs(5), 5),
     "13 inputs": (many_inputs(13), 13),

@@ -61,7 +61,7 @@ class Analysis:
             for at, (node, call) in enumerate(self.subgraph_calls.items())
         }
         copies = {
-            f"{copy.source.name}, channels-last": LiveInterval(count + at, copy.start, copy.end, copy.size_bytes)
+            f"channels-last copy of {copy.source.name}": LiveInterval(count + at, copy.start, copy.end, copy.size_bytes)
             for at, copy in enumerate(self.layout_copies)
         }
         return {**workspaces, **copies}

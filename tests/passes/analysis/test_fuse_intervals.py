@@ -86,13 +86,13 @@ def test_what_two_results_read_is_not_overwritten() -> None:
     assert after["mm"].end == after["tanh"].start + 1
 
 
-def smaller(x: Tensor, w: Tensor) -> Tensor:
-    return (x @ w) > 0
+def smaller(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return (x @ w) > 0, x.tanh()
 
 
 def test_a_smaller_result_takes_over_nothing() -> None:
     _, after = fused(smaller)
-    assert after["mm"].end == after["gt"].start + 1
+    assert after["mm"].end > after["gt"].start
 
 
 def residual(x: Tensor, w: Tensor) -> Tensor:

@@ -53,6 +53,4 @@ def find_layout_copies(found: NodeFacts) -> tuple[LayoutCopy, ...]:
 def _is_copied(value: Any) -> bool:
     """Is it an image or a weight with two spatial dimensions that is not channels-last?"""
     shape = shape_of(value)
-    if len(shape) != 4 or shape[1] == 1 or all(size == 1 for size in shape[2:]):
-        return False
-    return hint(value.stride(1)) != 1
+    return len(shape) == 4 and shape[1] > 1 and hint(value.stride(1)) != 1

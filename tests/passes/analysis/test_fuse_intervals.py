@@ -95,6 +95,16 @@ def test_a_smaller_result_takes_over_nothing() -> None:
     assert after["mm"].end > after["gt"].start
 
 
+def two_kernels(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The second kernel does not read ``mm``, but on a CPU both are one function."""
+    return (x @ w).sum(0), (x * 2).view(2, 2, 4).view(4, 4) @ w
+
+
+def test_an_argument_lives_as_long_as_the_function_runs() -> None:
+    before, after = fused(two_kernels)
+    assert after["mm"].end == after["mm_1"].start + 1 > before["mm"].end
+
+
 def residual(x: Tensor, w: Tensor) -> Tensor:
     """The second sum is computed from the terms of the first one, which is never stored."""
     h = x @ w

@@ -36,6 +36,16 @@ def test_forward_copies_image_and_weight_for_backward() -> None:
     }
 
 
+def test_what_is_channels_last_is_not_copied() -> None:
+    image, weight = torch.randn(1, 2, 8, 8), torch.randn(4, 2, 3, 3, requires_grad=True)
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.conv2d(x, weight).relu()
+
+    joint = capture_step(function, image.to(memory_format=torch.channels_last), weight).join()
+    assert copies(joint).keys() == {"primals_2"}
+
+
 def test_what_is_made_in_the_graph_is_made_in_the_right_layout() -> None:
     def function(x: Tensor, weight: Tensor) -> Tensor:
         return torch.conv2d(x * 2, weight, padding=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -66,3 +67,15 @@ def test_an_offload_stores_what_would_be_stored_later() -> None:
     assert all(
         one.live_start <= one.offload <= one.earliest_release <= one.wait <= one.live_end for one in fused.values()
     )
+
+
+def test_a_copy_for_a_convolution_takes_memory_that_cannot_move() -> None:
+    image, weight = torch.randn(1, 2, 8, 8), torch.randn(4, 2, 3, 3, requires_grad=True)
+    step = capture_step(lambda x, w: torch.conv2d(x, w).relu(), image, weight)
+    analysis = analyse(step.join(), min_tensor_bytes=0, hardware=toy_hardware(1024), fused=True)
+    (with_copies, without) = (
+        pose_problem(one, hardware=toy_hardware(1024)).fixed_live_bytes
+        for one in (analysis, dataclasses.replace(analysis, layout_copies=()))
+    )
+    copies_bytes = 4 * (image.numel() + weight.numel())
+    assert {more - less for more, less in zip(with_copies, without, strict=True)} == {0, copies_bytes}

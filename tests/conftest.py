@@ -52,6 +52,15 @@ def _fast_linker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  #
         yield
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--real-device", action="store_true", help="Run the tests of the simulated device on a GPU.")
+
+
+@pytest.fixture(scope="session")
+def real_device(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--real-device"))
+
+
 def make_hostile(library: ArenaLibrary) -> ArenaLibrary:
     """Every tensor of compiled code comes from the arena, and what is freed is overwritten at once."""
     library.configure(min_bytes=1, poison=True)

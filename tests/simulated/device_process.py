@@ -1,4 +1,4 @@
-"""Runs tests in a process whose ``torch.cuda`` is the simulated device, from a process in which it is not."""
+"""Runs tests in a process whose ``torch.cuda`` is the simulated device, or a GPU, from a process in which it is not."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import build
-
 TESTS = Path(__file__).parent.parent
 ANSWER_TIMEOUT_S = 280.0
 
 
-def environment(library: Path) -> dict[str, str]:
-    """For a process with the simulated device."""
-    roots = [TESTS.parent, TESTS / "simulated", TESTS, TESTS / "runtime"]
+def environment(library: Path | None, package_root: Path = TESTS.parent) -> dict[str, str]:
+    """For a process with the simulated device; without a library of it, with a GPU."""
+    roots = [package_root, TESTS / "simulated", TESTS, TESTS / "runtime"]
+    if library is not None:
+        device = {"SIMULATED_DEVICE": str(library)}
+    else:
+        # cuBLAS gives equal bits only with workspaces of a fixed size. A stream that is held must not hold others.
+        device = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     return {
         **os.environ,
-        "SIMULATED_DEVICE": str(library),
-        "PYTHONPATH": os.pathsep.join(map(str, roots)),
+        **device,
+        "PYTHONPATH": os.pathsep.join([*map(str, roots), os.environ.get("PYTHONPATH", "")]),
         "OMP_WAIT_POLICY": "passive",
     }
 
@@ -31,16 +34,15 @@ def environment(library: Path) -> dict[str, str]:
 class DeviceProcess:
     """One process that runs test after test, in itself or in processes that it forks."""
 
-    def __init__(self) -> None:
-        """Raises ArenaUnavailableError if the device cannot be built."""
-        library = build.build()
+    def __init__(self, library: Path | None, package_root: Path = TESTS.parent) -> None:
+        """``library`` is what :func:`build.build` returns; None: a GPU."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, str(TESTS / "simulated" / "worker.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=environment(library),
+            env=environment(library, package_root),
         )
 
     def run(
@@ -85,3 +87,12 @@ class DeviceProcess:
     def _printed(self, start: int) -> str:
         self._errors.seek(start)
         return self._errors.read()[-10_000:].decode(errors="replace")
+
+
+def run_on_gpu(module: str, function: str, arguments: dict[str, Any], package_root: Path = TESTS.parent) -> str | None:
+    """Run one test in a process of its own: a CUDA context that has failed cannot be repaired, or forked."""
+    process = DeviceProcess(None, package_root)
+    try:
+        return process.run(module, function, arguments)
+    finally:
+        process.close()

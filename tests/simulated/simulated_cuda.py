@@ -66,6 +66,9 @@ class Counts(NamedTuple):
 class Simulator:
     """What tests do to the device."""
 
+    failed = False
+    """A device that has failed is repaired after the test."""
+
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         library.simulated_configure.argtypes = [ctypes.c_uint64, *[ctypes.c_int] * 4]

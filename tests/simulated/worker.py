@@ -1,4 +1,7 @@
-"""The process that has the simulated device. It runs the tests that :mod:`device_process` names, one at a time."""
+"""The process that has the device. It runs the tests that :mod:`device_process` names, one at a time.
+
+The device is simulated if ``$SIMULATED_DEVICE`` is set, and the GPU otherwise.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,20 @@ import faulthandler
 
 faulthandler.enable()
 
-import simulated_cuda  # before torch
+import os
 
-simulator = simulated_cuda.install()
+if "SIMULATED_DEVICE" in os.environ:
+    import simulated_cuda  # before torch
+
+    simulator = simulated_cuda.install()
+else:
+    import real_cuda
+
+    simulator = real_cuda.install()
 
 import contextlib
 import importlib
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,6 +31,7 @@ from typing import Any
 import pytest  # what tests import is imported once, not by every forked process
 import torch
 import torch._dynamo
+from real_cuda import SKIPPED
 
 torch._dynamo.reset()  # imports most of Dynamo
 
@@ -38,8 +48,10 @@ def run_case(module: str, function: str, arguments: dict[str, Any]) -> str | Non
         simulator.configure()
         simulator.take_counts()
         case(sim=simulator, **arguments)
-        torch.cuda.synchronize(0)
-        torch.cuda.synchronize(1)
+        for index in range(0 if simulator.failed else torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+    except pytest.skip.Exception as reason:
+        return f"{SKIPPED}{reason}"
     except (Exception, pytest.fail.Exception):
         return traceback.format_exc()
     finally:

@@ -15,6 +15,7 @@ Guarantees, per device and in the order of the device's work:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -85,7 +86,7 @@ class CudaMover:
         for buffer in buffers:
             if buffer.pinned is not None:
                 buffer.pinned = None
-                self._cuda.cudart().cudaHostUnregister(buffer.address)
+                _error_of(self._cuda.cudart().cudaHostUnregister(buffer.address))
 
     def _copy_back(self, source: Tensor, target: Region, start: int, length: int, after: Sequence[Mark]) -> Mark:
         streams = self._side_streams(target.tensor.device)
@@ -115,10 +116,24 @@ class CudaMover:
         the caller is the only user of the buffer, or got it from a copy that has registered it."""
         if buffer.pinned is None:
             result = self._cuda.cudart().cudaHostRegister(buffer.address, buffer.size_bytes, _HOST_REGISTER_PORTABLE)
-            if int(result) != 0:
+            error = _error_of(result)
+            if error != 0:
                 raise ConfigError(
-                    f"cannot pin {buffer.size_bytes} bytes of host memory (CUDA error {int(result)}). "
+                    f"cannot pin {buffer.size_bytes} bytes of host memory (CUDA error {error}). "
                     "Lower host_budget_bytes, or raise the limit on locked memory (ulimit -l)."
                 )
             buffer.pinned = torch.frombuffer(buffer.view, dtype=torch.uint8)
         return buffer.pinned
+
+
+def _error_of(result: Any) -> int:
+    """The number of a CUDA error, which is not left for others.
+
+    CUDA remembers an error for the next call that asks for the last one. In torch, that is the launch of a kernel: an
+    innocent one would raise.
+    """
+    error = int(result)
+    if error != 0 and torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.zeros((), device="cuda")
+    return error

@@ -20,6 +20,12 @@ from torch._ops import OpOverload
 
 from ssdtrain_fx._torch_private.direct_calls import DirectCall, are_direct, function_name
 from ssdtrain_fx._torch_private.inductor_fusion import FuseWithinLevels
+from ssdtrain_fx._torch_private.inductor_order import (
+    install_order,
+    lower_at_the_end,
+    note_saved_views,
+    order_of_graph,
+)
 
 __all__ = [
     "CustomGraphPass",
@@ -32,6 +38,8 @@ __all__ = [
     "current_setting",
     "install_lowerings",
     "keep_out_of_autograd_cache",
+    "lower_at_the_end",
+    "note_saved_views",
     "offload_strides_in",
     "options_of_mode",
     "require_layout_of_outputs",
@@ -84,46 +92,11 @@ def require_layout_of_outputs(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     output.args = (output.args[0], tuple(nodes))
 
 
-class _PinnedOrder:
-    """Fixes the order of our ops and the kernels around them, while one graph is lowered.
+def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any, saved: str) -> None:
+    """Lower our ops to extern calls in a fixed order; ``offload`` records the strides that ``x`` got.
 
-    The scheduler knows data flow only. By itself, it hoists a wait to its reload (no time to hide the transfer), and
-    sinks a release to the end of forward (no memory freed). Lowering follows the order of the FX graph, so it shows
-    which kernels are between two of our ops. Only kernels that are never fused count: matrix products, convolutions,
-    attention. Pointwise ops remain free to fuse.
-
-        mm1                        mm1
-        t = release(t0, x)   ->    t = release(t0, x)    runs after mm1
-        mm2                        mm2                   runs after t
+    ``saved`` is a key in the metadata of nodes that forward would return without our ops.
     """
-
-    def __init__(self) -> None:
-        self.num_seen = 0
-        self.last_kernel: str | None = None
-        self.since_kernel: list[str] = []
-
-    def lower(self, call: Callable[[], Any], *, after_kernel: bool, before_kernel: bool) -> Any:
-        """Run ``call``, which lowers one of our ops, and order the result between the kernels before and after."""
-        operations = V.graph.operations
-        for operation in operations[self.num_seen :]:
-            if isinstance(operation, (ir.ExternKernel, ir.TemplateBuffer)):
-                V.graph.additional_buffer_deps[operation.get_operation_name()].update(self.since_kernel)
-                self.since_kernel = []
-                self.last_kernel = operation.get_name()
-        start = len(operations)
-        result = call()
-        if after_kernel and self.last_kernel is not None:
-            for operation in operations[start:]:
-                if isinstance(operation, ir.FallbackKernel):  # operations that unpack its results follow it anyway
-                    V.graph.additional_buffer_deps[operation.get_operation_name()].add(self.last_kernel)
-        if before_kernel:
-            self.since_kernel.append(result.get_name())
-        self.num_seen = len(operations)
-        return result
-
-
-def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> None:
-    """Lower our ops to extern calls in a fixed order; ``offload`` records the strides that ``x`` got."""
     lowering = cast(Any, _lowering)
     if offload in lowering.lowerings:
         return
@@ -150,13 +123,16 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any) -> 
             elif op is release:
                 args, keywords = protect_memory(*args, **keywords), {}
             call = functools.partial(DirectCall.create, op) if are_direct() else call_dispatcher
-            order = cast(_PinnedOrder, V.graph.__dict__.setdefault("_ssdtrain_order", _PinnedOrder()))
-            return order.lower(lambda: call(*args, **keywords), after_kernel=after_kernel, before_kernel=before_kernel)
+            return order_of_graph().lower(
+                lambda: call(*args, **keywords), after_kernel=after_kernel, before_kernel=before_kernel
+            )
 
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
     _write_in_place_as_planned(frozenset((offload, release, reload, wait)))
     _run_in_step_memory()
+    _round_what_is_offloaded(offload, release, saved)
+    install_order()
     install(offload, after_kernel=True, before_kernel=True)
     install(release, after_kernel=True, before_kernel=True)
     install(reload, after_kernel=True, before_kernel=True)
@@ -185,6 +161,23 @@ def _write_in_place_as_planned(own_ops: frozenset[Any]) -> None:
         return can_reuse(self, input_buffer, output_buffer)
 
     wrapper.can_reuse = can_reuse_as_planned
+
+
+def _round_what_is_offloaded(offload: Any, release: Any, saved: str) -> None:
+    """Let Inductor round a saved 16-bit result before others read it, as it does if forward returns it."""
+    lowering = cast(Any, _lowering)
+    is_saved = getattr(lowering, "_has_saved_lowp_output_use", None)
+    if is_saved is None:  # before torch 2.13
+        return
+
+    def is_saved_or_offloaded(node: fx.Node | None) -> bool:
+        if node is None or is_saved(node):
+            return node is not None
+        if saved not in node.meta or not any(user.target is offload for user in node.users):
+            return False
+        return any(user.op != "output" and user.target not in (offload, release) for user in node.users)
+
+    lowering._has_saved_lowp_output_use = is_saved_or_offloaded
 
 
 def _run_in_step_memory() -> None:

@@ -10,6 +10,8 @@ from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
+from ssdtrain_fx._torch_private.inductor_order import are_placed
+
 __all__ = ["FuseWithinLevels", "fusing_as_planned"]
 
 
@@ -40,6 +42,8 @@ class FuseWithinLevels:
     No data passes between the two, so the numbers stay the same.
 
     A result that must be stored at its position is not computed in the kernel that reads it, if that kernel runs later.
+
+    Where our ops are placed between the kernels that Inductor chooses alone, these rules do not hold.
     """
 
     def __init__(self, inner: Any, own_ops: frozenset[Any], stored: str, planned_peak_bytes: int) -> None:
@@ -54,6 +58,8 @@ class FuseWithinLevels:
     def can_fuse_horizontal(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         if not self._inner.can_fuse_horizontal(scheduler, node1, node2, shared_data_score):
             return False
+        if are_placed():
+            return True
         levels = self._levels_of(scheduler)
         level1, level2 = (max(levels.get(name, 0) for name in node.get_operation_names()) for node in (node1, node2))
         return level1 == level2
@@ -61,6 +67,8 @@ class FuseWithinLevels:
     def can_fuse_vertical(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         if not self._inner.can_fuse_vertical(scheduler, node1, node2, shared_data_score):
             return False
+        if are_placed():
+            return True
         parts = (scheduler.name_to_node.get(name) for name in node1.get_operation_names())
         stored = [part.get_name() for part in parts if part is not None and _is_stored(part.node, self._stored)]
         if not stored:

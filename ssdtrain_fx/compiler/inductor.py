@@ -35,7 +35,7 @@ from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.chains import find_activation_inputs
 from ssdtrain_fx.passes.analysis.fused_kernels import STORED
 from ssdtrain_fx.passes.graph.copy_nodes import COPY_OF
-from ssdtrain_fx.passes.graph.joint_graph import join, split
+from ssdtrain_fx.passes.graph.joint_graph import SAVED, join, split
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 from ssdtrain_fx.passes.planning.step_budget import StepBudget
@@ -197,8 +197,11 @@ class KeepLayouts(private.CustomGraphPass):
         for inner in private.as_passes(self.inner):
             inner(graph)
         sources = [node.args[0] for node in find(graph, OFFLOAD)]
+        views = private.lower_at_the_end(graph, frozenset((OFFLOAD, RELEASE)))
         if sources:
             made = [node for node in sources if isinstance(node, fx.Node) and node.op != "placeholder"]
+            if views is not None:  # forward would return views of the others
+                made = [node for node in made if SAVED in node.meta] + views
             private.require_layout_of_outputs(graph, made)
 
     def uuid(self) -> str:
@@ -223,6 +226,7 @@ class _CompileBothHalves:
                 for node in (reload, *reload.users):
                     node.update_arg(2, list(self.stride_by_token[token.name]))
         moves = bool(site_by_token or find(gm.graph, RELOAD))
+        private.note_saved_views(gm.graph, [node.args[0] for node in find(gm.graph, OFFLOAD)], SAVED)
         makes_again = any(COPY_OF in node.meta for node in gm.graph.nodes)
         # Inductor would keep a dead buffer for reuse by a later one of the same size. It decides by its own estimate of
         # the peak, which does not include offloads.
@@ -264,7 +268,7 @@ def compile_with_inductor(
         budget: what ``config.find_budget`` has found earlier. None: it is called now.
     """
     _warn_about_nameless(config)
-    private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT)
+    private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT, saved=SAVED)
     halves = _CompileBothHalves()
 
     def note_warning() -> None:

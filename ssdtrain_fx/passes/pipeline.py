@@ -18,6 +18,7 @@ import math
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
+import torch
 from torch import fx
 
 from ssdtrain_fx.errors import BudgetError
@@ -81,11 +82,22 @@ class Options(Protocol):
     def engine_config(self) -> EngineOptions: ...
 
 
-def passes_before_planning(options: Options) -> tuple[JointPass, ...]:
+def keeps_kernels(options: Options, joint: ScheduledJointGraph) -> bool:
+    """Whether the kernels must be those that Inductor chooses without offloading.
+
+    On a GPU, Triton adds up in another order if anything else in a kernel changes, such as a result that is recomputed
+    there, or one that another kernel stores.
+    """
+    values = (node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder"))
+    return options.inner == "inductor" and any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
+
+
+def passes_before_planning(options: Options, joint: ScheduledJointGraph) -> tuple[JointPass, ...]:
     """What changes the graph before it is analysed and planned."""
+    follows_plan = options.inner == "inductor" and not keeps_kernels(options, joint)
     return (
         *map(checked, options.passes),
-        *((sink_matrix_products, store_sums) if options.inner == "inductor" else ()),
+        *((sink_matrix_products, store_sums) if follows_plan else ()),
         functools.partial(copy_out_views, min_tensor_bytes=options.min_tensor_bytes),
     )
 
@@ -194,7 +206,7 @@ def _offload(
     describe: bool,
 ) -> OffloadedStep:
     before, saved = joint.text() if describe else "", joint.saved
-    joint = _run(passes_before_planning(config), joint)
+    joint = _run(passes_before_planning(config, joint), joint)
     is_original = joint.saved == saved and not config.passes
     analysis = _analyse(joint, config, hardware, times)
     _warn_of_unmatched(joint, config.module_wishes)
@@ -354,7 +366,7 @@ def _choose(
             errors.append(error)
 
     try_plan(())
-    if config.recompute and config.policy == "auto":
+    if config.recompute and config.policy == "auto" and not keeps_kernels(config, analysis.joint):
         for recomputations in propose_recomputations(
             analysis,
             problem,

@@ -26,6 +26,10 @@ from ssdtrain_fx import _torch_private
 from ssdtrain_fx.errors import InternalError
 
 
+SAVED = "ssdtrain_saved"
+"""Key in the metadata of nodes that the partitioner saves for backward."""
+
+
 def backward_starts() -> None:
     """Mark the end of forward and the start of backward in a scheduled joint graph. Does nothing when run."""
 
@@ -120,6 +124,8 @@ def join(
     copy(own_placeholders)
     copy(forward.graph.nodes)
     graph.call_function(backward_starts)
+    for node in saved:
+        env[node].meta[SAVED] = True
     env.update({mine: env[theirs] for mine, theirs in zip(placeholders, received, strict=False)})
     copy(backward.graph.nodes)
 

@@ -20,7 +20,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --no-compile --constraint constraint
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help same-python demo test test-all lint docs format bench clean
+.PHONY: help same-python demo test test-all lint docs format bench gpu clean
 
 help:
 	@echo "make demo      train a small GPT-2 with and without offloading: loss, memory, time"
@@ -30,8 +30,9 @@ help:
 	@echo "make docs      build the site of docs/ into site/; a warning is an error"
 	@echo "make format    let ruff rewrite the sources"
 	@echo "make bench     paired comparison of step time and memory"
+	@echo "make gpu       on a machine with a CUDA GPU: the tests that need one, then the comparison of benchmarks/gpu.py"
 	@echo "make clean     remove the environments, caches and build output"
-	@echo "ARGS=... goes to the program behind demo, test, test-all, docs and bench."
+	@echo "ARGS=... goes to the program behind demo, test, test-all, docs, bench and gpu."
 	@echo "PYTHON=python3.12 and TORCH=2.15.0 choose what a new environment is made of."
 
 $(BIN)/pip:
@@ -74,6 +75,18 @@ format: $(VENV)/.installed-lint
 
 bench: $(VENV)/.installed-demo
 	$(BIN)/ssdtrain-fx bench $(ARGS)
+
+# Every part runs, whatever became of those before. The exit code, which make prints, is that of the first that failed.
+gpu: $(VENV)/.installed-test
+	@failed=0; \
+	run() { echo "$$*"; "$$@" || { code=$$?; test "$$failed" -ne 0 || failed=$$code; }; }; \
+	run $(BIN)/python -m pytest -m gpu tests/gpu tests/runtime/memory/test_cuda.py; \
+	run $(BIN)/python -m pytest tests/simulated --real-device; \
+	if command -v compute-sanitizer >/dev/null; then \
+		run compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu tests/runtime/memory/test_cuda.py; \
+	else echo "compute-sanitizer is not on the PATH: skipped"; fi; \
+	run $(BIN)/python benchmarks/gpu.py $(ARGS); \
+	exit $$failed
 
 clean:
 	rm -rf .venv .venv-* build dist site .pytest_cache .ruff_cache .hypothesis ssdtrain_fx.egg-info

@@ -24,11 +24,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -39,6 +37,7 @@ from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.studies import bench
 from ssdtrain_fx.studies.comparison import CONFIDENCE, time_ratio
 from ssdtrain_fx.studies.measure import Measurement, Run, Step, WorkerError, notes
+from ssdtrain_fx.studies.trade_picture import Spot, draw_trades
 from ssdtrain_fx.studies.zoo import MODELS
 from ssdtrain_fx.units import format_bytes
 
@@ -154,35 +153,15 @@ def render(points: Sequence[Point], title: str, caption: str) -> Table:
 
 
 def draw(results: Mapping[str, Sequence[Point]], path: Path) -> None:
-    """Plot growth against time, both as ratios, one panel per title; lower left is better."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    columns = min(2, len(results))
-    rows = math.ceil(len(results) / columns)
-    figure = Figure(figsize=(8 * columns, 5 * rows), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels: Any = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes, (title, points) in zip(panels, results.items(), strict=False):
-        for variant, color in COLORS.items():
-            mine = sorted((one.time_ratio, one.growth_ratio, one.setting) for one in points if one.variant == variant)
-            if not mine:
-                continue
-            axes.plot([x for x, _, _ in mine], [y for _, y, _ in mine], marker="o", color=color, label=variant)
-            for x, y, setting in mine:
-                axes.annotate(setting, (x, y), xytext=(5, 5), textcoords="offset points", fontsize=7.5, color=color)
-        axes.plot([1], [1], marker="*", markersize=12, color="#333333", linestyle="", label="Inductor")
-        axes.axhline(1, color="#cccccc", zorder=0)
-        axes.axvline(1, color="#cccccc", zorder=0)
-        axes.set_title(title, fontsize=10)
-        axes.set_ylim(bottom=0)
-        axes.grid(visible=True, alpha=0.3)
-    for axes in panels[len(results) :]:
-        axes.set_visible(False)
-    figure.supxlabel("step time, relative to plain Inductor")
-    figure.supylabel("growth of the process in a step, relative to plain Inductor")
-    panels[0].legend()
-    figure.savefig(path)
+    """Plot growth against time, both as ratios, one panel per title."""
+    panels = {
+        title: [
+            Spot(name=one.variant, label=one.setting, time_ratio=one.time_ratio, growth_ratio=one.growth_ratio)
+            for one in points
+        ]
+        for title, points in results.items()
+    }
+    draw_trades(panels, path, colors=COLORS)
 
 
 def measure(run: Run, chosen: argparse.Namespace, console: Console) -> list[tuple[str, Measurement, Measurement]]:

@@ -202,6 +202,23 @@ def test_rivals_at_equal_peak_and_at_equal_time(load: Callable[[str], ModuleType
     assert rivals.smallest_within(ours, 1.0) is None
 
 
+@pytest.mark.slow
+def test_gpu_on_a_cpu(load: Callable[[str], ModuleType], ssd_dir: str, tmp_path: Path) -> None:
+    """Two processes compile at the same time. The profile is a fast disk, so nothing is measured."""
+    hardware = tmp_path / "hardware.json"
+    hardware.write_text(FAST_DISK.to_json())
+    size = ["--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "64", "--vocab", "256"]
+    arguments = ["--device", "cpu", "--model", "gpt2", *size, "--steps", "2", "--jobs", "2", "--dtype", "float32"]
+    paths = ["--hardware", str(hardware), "--ssd-dir", ssd_dir, "--results", str(tmp_path)]
+    assert load("gpu").main([*arguments, *paths, "--variants", "ssdtrain"]) == 0
+    (rows,) = json.loads((tmp_path / "gpu.json").read_text())["models"].values()
+    assert [(row["variant"], row["error"]) for row in rows] == [("inductor", None), ("ssdtrain", None)]
+    assert rows[1]["equal_gradients"] and rows[1]["equal_losses"]
+    assert rows[1]["step_time_ratio"] > 0
+    page = (tmp_path / "gpu.html").read_text()
+    assert "data:image/png;base64," in page and "://" not in page
+
+
 def test_stalls_of_a_plan_at_other_speeds_of_computing(load: Callable[[str], ModuleType]) -> None:
     """At the planned speed they equal the planned stalls. The longer a step computes, the less it waits."""
     slow = Channel(bytes_per_s=2e7)

@@ -80,7 +80,7 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("target", "extra"),
     [
-        *[("demo", "demo"), ("bench", "demo"), ("test", "test"), ("test-all", "test")],
+        *[("demo", "demo"), ("bench", "demo"), ("test", "test"), ("test-all", "test"), ("gpu", "test")],
         *[("lint", "lint"), ("format", "lint"), ("docs", "docs")],
     ],
 )

@@ -25,6 +25,7 @@ on 2.13.0 and 2.15.0. Comments in the code say what differs between these versio
 | ``multiprocessing.reductions.StorageWeakRef`` | ``ssdtrain_fx.testing`` counts no live storages |
 | ``UntypedStorage._cdata`` | no alias sets |
 | ``_dynamo.eval_frame.innermost_fn`` | memory stays mapped after the last compiled step has died |
+| ``_dynamo.callback.callback_handler`` | ``benchmarks/gpu.py`` cannot let processes compile at the same time |
 | ``_dynamo.config``, ``_dynamo.exc.BackendCompilerFailed`` | ``explain`` hits the recompile limit |
 | ``_C._dynamo.guards._reinterpret_tensor``, ``_empty_strided_cpu`` | no memory for reloads |
 | ``c10/core/Allocator.h``, ``c10/core/CPUAllocator.h`` (C++) | steps use the heap: little of the saving shows |
@@ -36,8 +37,8 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -69,6 +70,7 @@ __all__ = [
     "is_saved_descriptor",
     "is_tangent",
     "leaves_by_path",
+    "on_compiled",
     "overwrites_saved_tensors",
     "reinterpret",
     "saved_descriptors",
@@ -241,6 +243,21 @@ def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.eval_frame import innermost_fn
 
     return innermost_fn(function)
+
+
+@contextmanager
+def on_compiled(act: Callable[[], object]) -> Generator[None]:
+    """Within the block, ``act`` is called whenever Dynamo has compiled something, before it runs."""
+    from torch._dynamo.callback import callback_handler
+
+    def ended(_: object) -> None:
+        act()
+
+    callback_handler.register_end_callback(ended)
+    try:
+        yield
+    finally:
+        callback_handler.remove_end_callback(ended)
 
 
 def compile_apart(model: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -129,29 +129,40 @@ def to_json(results: Sequence[Measurement], directories: Sequence[str]) -> dict[
     """Everything that was measured, and on what machine."""
     base = results[0]
     return {
+        **describe_machine(base.run.device, directories),
+        "results": [
+            {**compare(result, base), "equal_to_inductor": result.equals(find_base(result, results))}
+            for result in results
+        ],
+    }
+
+
+def describe_machine(device: str, directories: Sequence[str]) -> dict[str, Any]:
+    """When, on what machine and with what versions something is measured."""
+    return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {
             "cpu": cpu_model() or "unknown",
             "cores": os.cpu_count(),
-            "gpu": torch.cuda.get_device_name() if base.run.device == "cuda" else None,
+            "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
             "kernel": platform.release(),
             "ssd_file_systems": [file_system_type(directory) for directory in directories],
             "ssd_block_devices": [block_device(directory) or "unknown" for directory in directories],
         },
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "results": [
-            {
-                "run": dataclasses.asdict(result.run),
-                **result.to_plain(),
-                "step_time_ratio": _time(result, base),
-                "step_time_ratio_interval": time_ratio(result.steps, base.steps).interval,
-                "step_time_doubt": _doubt(result, base),
-                "process_peak_ratio": result.process_peak_bytes / max(1, base.process_peak_bytes),
-                "growth_ratio": result.growth_bytes / max(1, base.growth_bytes),
-                "equal_to_inductor": result.equals(find_base(result, results)),
-                "statistics_last_step": dataclasses.asdict(_last(result)),
-            }
-            for result in results
-        ],
+    }
+
+
+def compare(result: Measurement, base: Measurement) -> dict[str, Any]:
+    """All figures of a run, and their ratios to those of ``base``."""
+    return {
+        "run": dataclasses.asdict(result.run),
+        **result.to_plain(),
+        "step_time_ratio": _time(result, base),
+        "step_time_ratio_interval": time_ratio(result.steps, base.steps).interval,
+        "step_time_doubt": _doubt(result, base),
+        "process_peak_ratio": result.process_peak_bytes / max(1, base.process_peak_bytes),
+        "growth_ratio": result.growth_bytes / max(1, base.growth_bytes),
+        "statistics_last_step": dataclasses.asdict(_last(result)),
     }

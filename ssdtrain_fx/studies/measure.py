@@ -24,14 +24,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from typing import IO, Any, ClassVar, Literal, Self
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -74,6 +76,9 @@ class Run:
     """Batches are source code of Python's standard library, one byte per token, instead of random numbers."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     seed: int = 0
+    hashed_steps: int | None = None
+    """Gradients are hashed in so many first steps and in the sampled one; None: in every step. Hashing takes a second
+    per GB. A loss, and the gradients of the sampled step, depend on all gradients before."""
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -93,7 +98,7 @@ class Step:
     loss_hex: str
     """`float.hex` of the loss: equal text, equal bits."""
     gradients: dict[str, str]
-    """SHA-256 of the gradient of each parameter, in the order of the parameters."""
+    """SHA-256 of the gradient of each parameter, in the order of the parameters. Empty in a step that is not hashed."""
     duration_ms: float
     process_peak_bytes: int
     """The most that the whole process held in this step: resident memory on a CPU, torch's allocator on CUDA."""
@@ -183,7 +188,7 @@ class Measurement:
         return digest_of(step.gradients_digest for step in (*self.steps, self.sampled))
 
     def equals(self, base: Measurement) -> bool:
-        """Same loss and same gradients, to the bit, in every step."""
+        """Same loss in every step and same gradients in every hashed step, to the bit."""
         pairs = zip((*self.steps, self.sampled), (*base.steps, base.sampled), strict=True)
         return all(a.loss_hex == b.loss_hex and a.gradients == b.gradients for a, b in pairs)
 
@@ -279,7 +284,16 @@ class Worker:
         return self._request({"describe": True})
 
     def step(self, *, sampled: bool = False) -> Step:
-        reply = self._request({"step": self.steps_done, "sampled": sampled})
+        return self._step({"sampled": sampled})
+
+    def first_step(self, gate: str) -> Step:
+        """The first step, while other workers make theirs. Compiling needs no permission. What is compiled runs while
+        no other process locks the file ``gate``, and device memory that it used is given back before the next one runs.
+        """
+        return self._step({"sampled": False, "gate": gate})
+
+    def _step(self, request: dict[str, Any]) -> Step:
+        reply = self._request({"step": self.steps_done, **request})
         self.steps_done += 1
         samples = [(float(ms), int(size)) for ms, size in reply.pop("samples")]
         return Step(samples=samples, statistics=Statistics(**reply.pop("statistics")), **reply)
@@ -361,26 +375,100 @@ def take_turns(
     Raises:
         WorkerError: a worker failed.
     """
+    (measured,) = measure_groups([runs], steps=steps, on_step=on_step, on_round=on_round)
+    return measured
+
+
+def _raise(run: Run, error: WorkerError) -> None:
+    raise error
+
+
+def measure_groups(
+    groups: Sequence[Sequence[Run]],
+    *,
+    steps: int,
+    jobs: int = 1,
+    gates: int = 1,
+    on_step: Callable[[Run, Step], None] = lambda run, step: None,
+    on_round: Callable[[Sequence[Worker], Sequence[Step]], None] = lambda workers, steps: None,
+    on_failure: Callable[[Run, WorkerError], None] = _raise,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> Generator[list[Measurement]]:
+    """`take_turns` for each of ``groups``. The workers of all of them have compiled before the first is measured, and
+    those of a group end when it is measured.
+
+    Args:
+        jobs: Workers that compile at the same time. One: two would disturb each other, except on a machine with a core
+            for each.
+        gates: With several jobs, how many processes may run what they have compiled at the same time.
+        on_failure: Called for a worker that failed, which then takes no more turns. Default: its error is raised.
+        goes_on: Asked before each round after the second step. If not, the next one is the sampled step, which is last.
+    """
     with contextlib.ExitStack() as stack:
-        workers: list[Worker] = []
-        for run in runs:
+        pool = stack.enter_context(ThreadPoolExecutor(jobs)) if jobs > 1 else None
+        files = [stack.enter_context(tempfile.NamedTemporaryFile(prefix="ssdtrain-gate-")) for _ in range(gates)]
+        names = itertools.cycle(file.name for file in files)
+        stacks = [stack.enter_context(contextlib.ExitStack()) for _ in groups]
+
+        def begin(run: Run, gate: str, own: contextlib.ExitStack) -> tuple[Worker, Step] | WorkerError:
             # A compiler that was started by a worker that has failed may still write there.
             cache = tempfile.TemporaryDirectory(prefix="ssdtrain-compiled-", ignore_cleanup_errors=True)
-            workers.append(stack.enter_context(Worker(run, cache_directory=stack.enter_context(cache))))
-            # One after the other: two that compile or build at once would disturb each other.
-            workers[-1].wait_ready()
-        rounds: list[list[Step]] = []
-        for index in range(steps + 1):
-            rounds.append([])
-            for worker in workers:
-                rounds[-1].append(worker.step(sampled=index == steps))
-                on_step(worker.run, rounds[-1][-1])
-            on_round(workers, rounds[-1])
-        rests = [worker.rest() for worker in workers]
-    return [
-        Measurement(run=run, steps=list(its_steps[:-1]), sampled=its_steps[-1], rest=rest)
-        for run, its_steps, rest in zip(runs, zip(*rounds, strict=True), rests, strict=True)
-    ]
+            worker = own.enter_context(Worker(run, cache_directory=own.enter_context(cache)))
+            try:
+                worker.wait_ready()
+                return worker, worker.first_step(gate) if pool else worker.step(sampled=False)
+            except WorkerError as error:
+                return error
+
+        def begin_all(runs: Sequence[Run], own: contextlib.ExitStack) -> Iterable[tuple[Worker, Step] | WorkerError]:
+            """With a pool, all at once; else each when it is asked for."""
+            each = pool.map if pool else map
+            return cast(Any, each)(begin, runs, names, itertools.repeat(own))
+
+        begun = list(map(begin_all, groups, stacks))
+        if pool:  # after an error, nothing else begins; then the workers are closed, which ends the threads
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+        teams: list[dict[Worker, list[Step]]] = []
+        for runs, outcomes in zip(groups, begun, strict=True):
+            team: dict[Worker, list[Step]] = {}
+            for run, outcome in zip(runs, outcomes, strict=False):
+                if isinstance(outcome, WorkerError):
+                    on_failure(run, outcome)
+                    continue
+                worker, step = outcome
+                team[worker] = [step]
+                on_step(run, step)
+            on_round(list(team), [its_steps[-1] for its_steps in team.values()])
+            teams.append(team)
+        for team, own in zip(teams, stacks, strict=True):
+            for index in itertools.count(1):
+                sampled = index >= steps or (index > 1 and not goes_on())
+                for worker, its_steps in list(team.items()):
+                    with _leaving(team, worker, on_failure):
+                        its_steps.append(worker.step(sampled=sampled))
+                        on_step(worker.run, its_steps[-1])
+                on_round(list(team), [its_steps[-1] for its_steps in team.values()])
+                if sampled:
+                    break
+            measured: list[Measurement] = []
+            for worker, (*its_steps, last) in list(team.items()):
+                with _leaving(team, worker, on_failure):
+                    measured.append(Measurement(run=worker.run, steps=its_steps, sampled=last, rest=worker.rest()))
+            own.close()
+            yield measured
+
+
+@contextlib.contextmanager
+def _leaving(
+    team: dict[Worker, list[Step]], worker: Worker, on_failure: Callable[[Run, WorkerError], None]
+) -> Generator[None]:
+    """A worker that fails within the block leaves its team."""
+    try:
+        yield
+    except WorkerError as error:
+        del team[worker]
+        worker.close()
+        on_failure(worker.run, error)
 
 
 def digest_of(digests: Iterable[str]) -> str:

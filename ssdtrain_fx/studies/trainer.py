@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -14,11 +15,13 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ssdtrain_fx import _torch_private
 from ssdtrain_fx.compiler.dynamo_backend import backend as make_backend
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.passes.planning.policy import Budget, Costs, Decision, StepAnalysis
@@ -63,7 +66,8 @@ class Trainer:
     def describe(self) -> dict[str, Any]:
         return {"parameters": sum(parameter.numel() for parameter in self._module.parameters())}
 
-    def step(self, index: int, *, sampled: bool) -> Step:
+    def step(self, index: int, *, sampled: bool, gate: str | None = None) -> Step:
+        """With ``gate``, the path of a file: `_run_alone`, and unused device memory is given back."""
         run = self._run
         self._optimizer.zero_grad(set_to_none=True)
         batch = self._batch(index)
@@ -74,7 +78,7 @@ class Trainer:
         course = Course(run.device) if sampled else None
         _synchronize(run.device)
         peak_was_reset = reset_peak(run.device)
-        with course or contextlib.nullcontext():
+        with _run_alone(gate) if gate else contextlib.nullcontext(), course or contextlib.nullcontext():
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             began_s = time.perf_counter()
             loss = self._compiled(*batch)
@@ -83,11 +87,14 @@ class Trainer:
             _synchronize(run.device)
             duration_s = time.perf_counter() - began_s
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+            if gate and run.device != "cpu":
+                torch.cuda.empty_cache()
         process_peak_bytes = peak_bytes(run.device)
+        hashed = sampled or run.hashed_steps is None or index < run.hashed_steps
         return Step(
             index=index,
             loss_hex=float(loss.item()).hex(),
-            gradients=digests(self.gradients()),
+            gradients=digests(self.gradients()) if hashed else {},
             duration_ms=1e3 * duration_s,
             process_peak_bytes=process_peak_bytes,
             peak_was_reset=peak_was_reset,
@@ -139,11 +146,15 @@ class Trainer:
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """SHA-256 of the bytes of each tensor."""
-    found: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        raw = tensor.cpu().contiguous().flatten().view(torch.uint8)
-        found[name] = hashlib.sha256(cast(Any, raw.numpy())).hexdigest()
-    return found
+    if any(tensor.is_cuda for tensor in tensors.values()):  # on a CPU, threads would add heaps to a process
+        with ThreadPoolExecutor() as pool:
+            return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
+    return {name: _digest(tensor) for name, tensor in tensors.items()}
+
+
+def _digest(tensor: Tensor) -> str:
+    raw = tensor.cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(cast(Any, raw.numpy())).hexdigest()
 
 
 def _size_bytes(tensors: Iterable[Tensor]) -> int:
@@ -176,6 +187,16 @@ def _keep_all(analysis: StepAnalysis, costs: Costs, budget: Budget) -> dict[str,
     return {}
 
 
+@contextlib.contextmanager
+def _run_alone(gate: str) -> Generator[None]:
+    """From the moment when a compilation has ended, no other process with the same ``gate`` is at this point."""
+    with open(gate) as file, _torch_private.on_compiled(lambda: fcntl.flock(file, fcntl.LOCK_EX)):  # noqa: PTH123
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a forked process has the file open as well
+
+
 def _synchronize(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
@@ -200,8 +221,8 @@ def serve(run: Run) -> None:
 
 def _reply(trainer: Trainer, request: dict[str, Any]) -> dict[str, Any]:
     match request:
-        case {"step": index, "sampled": sampled}:
-            return dataclasses.asdict(trainer.step(index, sampled=sampled))
+        case {"step": index, "sampled": sampled, **gate}:
+            return dataclasses.asdict(trainer.step(index, sampled=sampled, **gate))
         case {"gradients": names, "path": path}:
             return trainer.save_gradients(names, path)
         case {"rest": _}:

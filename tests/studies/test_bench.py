@@ -52,8 +52,15 @@ class FakeWorker:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def rest(self) -> Rest:
         return REST
+
+    def first_step(self, gate: str) -> Step:
+        assert Path(gate).exists()
+        return self.step(sampled=False)
 
     def step(self, *, sampled: bool = False) -> Step:
         index, variant = self.steps_done, self.run.variant
@@ -245,16 +252,87 @@ def test_the_course_of_memory_is_drawn(worker: type[FakeWorker], tmp_path: Path)
     assert "memory.png" in done.output
 
 
+def load_benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
+    specification = importlib.util.spec_from_file_location(name, path)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, name, module)  # dataclasses look up their module
+    specification.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def families(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """benchmarks/families.py"""
-    path = Path(__file__).parents[2] / "benchmarks" / "families.py"
-    specification = importlib.util.spec_from_file_location("families", path)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    monkeypatch.setitem(sys.modules, "families", module)  # dataclasses look up their module
-    specification.loader.exec_module(module)
-    return module
+    return load_benchmark("families", monkeypatch)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/gpu.py"""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    return load_benchmark("gpu", monkeypatch)
+
+
+OUT_OF_MEMORY = "The worker exited with 1. It wrote:\nTraceback\ntorch.OutOfMemoryError: CUDA out of memory.\nand more"
+
+
+def fail_at(variant: str, index: int) -> Callable[..., Step]:
+    def step(self: FakeWorker, *, sampled: bool = False) -> Step:
+        if (self.run.variant, self.steps_done) == (variant, index):
+            raise WorkerError(OUT_OF_MEMORY)
+        return FakeWorker.step(self, sampled=sampled)
+
+    return step
+
+
+@pytest.mark.parametrize(("index", "jobs"), [(0, "1"), (0, "8"), (2, "8"), (STEPS, "1")])
+@pytest.mark.parametrize("failing", ["checkpoint", "inductor", "ssdtrain"])
+def test_on_a_gpu_a_variant_that_fails_is_named_and_the_others_go_on(
+    worker: type[FakeWorker],
+    gpu: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    failing: str,
+    index: int,
+    jobs: str,
+) -> None:
+    monkeypatch.setattr(worker, "step", fail_at(failing, index))
+    chosen = ["--variants", "checkpoint", "ssdtrain", "--steps", str(STEPS), "--jobs", jobs, "--hardware", "unused"]
+    code = gpu.main(["--device", "cpu", "--model", "gpt2", "bert", *chosen, "--results", str(tmp_path)])
+    assert code == (1 if failing == "ssdtrain" else 0)
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(written["models"]) == ["gpt2", "bert"]
+    for rows in written["models"].values():
+        errors = {row["variant"]: row["error"] for row in rows}
+        assert list(errors) == ["inductor", "checkpoint", "ssdtrain"]
+        assert {name: error for name, error in errors.items() if error} == {
+            failing: "torch.OutOfMemoryError: CUDA out of memory."
+        }
+        ratios = [row["step_time_ratio"] for row in rows if row["variant"] == "ssdtrain" and "step_time_ratio" in row]
+        assert ratios == ([pytest.approx(1.05)] if failing == "checkpoint" else [])
+    page = (tmp_path / "gpu.html").read_text()
+    assert f"{failing} failed: torch.OutOfMemoryError: CUDA out of memory." in page
+    assert ("data:image/png;base64," in page) == (failing != "inductor")
+
+
+def test_on_a_gpu_the_time_limit_ends_the_rounds_and_starts_no_further_models(
+    worker: type[FakeWorker], gpu: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    now_s = iter(range(1000))
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: float(next(now_s)))
+    arguments = ["--device", "cpu", "--model", "gpt2", "bert", "--variants", "ssdtrain", "--hardware", "unused"]
+    assert gpu.main([*arguments, "--steps", "9", "--jobs", "1", "--limit-s", "3", "--results", str(tmp_path)]) == 0
+    assert "bert was not measured: --limit-s." in capsys.readouterr().out
+    (rows,) = json.loads((tmp_path / "gpu.json").read_text())["models"].values()
+    assert [len(row["step_ms"]) for row in rows] == [3, 3]
+
+
+def test_models_compile_together_as_far_as_jobs_allow(gpu: ModuleType) -> None:
+    models = ["gpt2", "bert", "llama", "t5"]
+    assert gpu.waves_of(models, 7, 16) == [["gpt2", "bert"], ["llama", "t5"]]
+    assert gpu.waves_of(models, 7, 2) == [["gpt2"], ["bert"], ["llama"], ["t5"]]
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ class DirectCall(ir.FallbackKernel):
         call.python_kernel_name = function_name(kernel)
         if _name(kernel) in _OBJECTS:
             V.graph.never_reuse_buffers.add(call.get_name())
-        V.graph.unaligned_buffers.add(call.get_name())
+        if config.assume_unaligned_fallback_output:
+            V.graph.unaligned_buffers.add(call.get_name())
         return ir.TensorBox.create(call)
 
     def codegen_args(self) -> list[str]:

@@ -114,7 +114,7 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any, sav
             V.graph.__dict__.setdefault(_EXCLUSIVE, set()).add(x.get_name())
         return (token, x, deferred, exclusive)
 
-    def install(op: Any, *, after_kernel: bool, before_kernel: bool) -> None:
+    def install(op: Any, *, before_kernel: bool = True) -> None:
         call_dispatcher = lowering.fallback_handler(op, add_to_fallback_set=False)
 
         def lower(*args: Any, **keywords: Any) -> Any:
@@ -124,7 +124,7 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any, sav
                 args, keywords = protect_memory(*args, **keywords), {}
             call = functools.partial(DirectCall.create, op) if are_direct() else call_dispatcher
             return order_of_graph().lower(
-                lambda: call(*args, **keywords), after_kernel=after_kernel, before_kernel=before_kernel
+                lambda: call(*args, **keywords), before_kernel=before_kernel, after_readers=op is release
             )
 
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
@@ -133,10 +133,10 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any, sav
     _run_in_step_memory()
     _round_what_is_offloaded(offload, release, saved)
     install_order()
-    install(offload, after_kernel=True, before_kernel=True)
-    install(release, after_kernel=True, before_kernel=True)
-    install(reload, after_kernel=True, before_kernel=True)
-    install(wait, after_kernel=True, before_kernel=False)  # kernels that read its result follow it anyway
+    install(offload)
+    install(release)
+    install(reload)
+    install(wait, before_kernel=False)  # kernels that read its result follow it anyway
 
 
 def _write_in_place_as_planned(own_ops: frozenset[Any]) -> None:

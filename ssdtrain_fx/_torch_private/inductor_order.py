@@ -24,7 +24,15 @@ from torch._inductor import config, ir, memory
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
-__all__ = ["PinnedOrder", "PlacedOrder", "are_placed", "install_order", "lower_at_the_end", "note_saved_views", "order_of_graph"]
+__all__ = [
+    "PinnedOrder",
+    "PlacedOrder",
+    "are_placed",
+    "install_order",
+    "lower_at_the_end",
+    "note_saved_views",
+    "order_of_graph",
+]
 
 _ORDER = "_ssdtrain_order"
 """Attribute of the graph that Inductor lowers."""
@@ -120,8 +128,13 @@ class PinnedOrder:
         self._last_kernel: str | None = None
         self._since_kernel: list[str] = []
 
-    def lower(self, call: Callable[[], Any], *, after_kernel: bool, before_kernel: bool) -> Any:
-        """Run ``call``, which lowers one of our ops, and order the result between the kernels before and after."""
+    def lower(self, call: Callable[[], Any], *, before_kernel: bool, after_readers: bool) -> Any:
+        """Run ``call``, which lowers one of our ops, and order the result after the kernel before it.
+
+        Args:
+            before_kernel: it also runs before the kernel after it.
+            after_readers: not used. A tensor that is read later is freed later.
+        """
         operations = V.graph.operations
         for operation in operations[self._num_seen :]:
             if _is_kernel(operation):
@@ -130,7 +143,7 @@ class PinnedOrder:
                 self._last_kernel = operation.get_name()
         start = len(operations)
         result = call()
-        if after_kernel and self._last_kernel is not None:
+        if self._last_kernel is not None:
             for operation in operations[start:]:
                 if isinstance(operation, ir.FallbackKernel):  # operations that unpack its results follow it anyway
                     V.graph.additional_buffer_deps[operation.get_operation_name()].add(self._last_kernel)
@@ -153,9 +166,16 @@ class PlacedOrder:
         """Our operations, each with its position in the FX graph."""
         self._late: set[str] = set()
         """Those that run as late as their readers permit."""
+        self._after_readers: set[str] = set()
+        """Those that run after every kernel that reads what they read."""
 
-    def lower(self, call: Callable[[], Any], *, after_kernel: bool, before_kernel: bool) -> Any:
-        """Run ``call``, which lowers one of our ops. Without ``before_kernel``, it runs just before its reader."""
+    def lower(self, call: Callable[[], Any], *, before_kernel: bool, after_readers: bool) -> Any:
+        """Run ``call``, which lowers one of our ops.
+
+        Args:
+            before_kernel: it runs at its position. Otherwise, it runs just before the kernel that reads its result.
+            after_readers: it runs after every kernel that reads what it reads.
+        """
         start = len(V.graph.operations)
         result = call()
         for operation in V.graph.operations[start:]:
@@ -163,6 +183,8 @@ class PlacedOrder:
                 self._own[operation.get_operation_name()] = V.graph.current_node.meta[_POSITION]
                 if not before_kernel:
                     self._late.add(operation.get_operation_name())
+                if after_readers:
+                    self._after_readers.add(operation.get_operation_name())
         return result
 
     def arrange(
@@ -199,18 +221,17 @@ class PlacedOrder:
             if node.node is not None and _is_kernel(node.node) and node.node.origins
         ]
 
-        def readers(node: Any) -> list[Any]:
-            users = (user.node for buffer in node.get_outputs() for user in buffer.users)
-            return [name_to_fused_node[user.get_name()] for user in users if user.get_name() in name_to_fused_node]
+        def readers(buffers: Iterable[Any]) -> list[Any]:
+            names = (user.node.get_name() for buffer in buffers for user in buffer.users)
+            return [name_to_fused_node[name] for name in names if name in name_to_fused_node]
 
-        def makers(node: Any) -> list[Any]:
-            buffers = (name_to_buf[dep.name] for dep in node.unmet_dependencies if dep.name in name_to_buf)
-            return [name_to_fused_node[buffer.defining_op_name()] for buffer in buffers]
+        def read_by(node: Any) -> list[Any]:
+            return [name_to_buf[dep.name] for dep in node.read_writes.reads if dep.name in name_to_buf]
 
         last_place = len(kernels)
         latest: dict[Any, int] = {}
         for node in reversed(own):
-            places = [latest.get(reader, index.get(reader, last_place)) for reader in readers(node)]
+            places = [latest.get(reader, index.get(reader, last_place)) for reader in readers(node.get_outputs())]
             latest[node] = min(places, default=last_place)
         place: dict[Any, int] = {}
         """The number of kernels that run before each of our ops."""
@@ -218,7 +239,10 @@ class PlacedOrder:
             position = self._own[node.get_first_name()]
             _, planned = max((one for one in fixed if one[0] < position), default=(-1, -1))
             planned += 1
-            earliest = max((place[maker] if maker in place else index[maker] + 1 for maker in makers(node)), default=0)
+            before = [name_to_fused_node[buffer.defining_op_name()] for buffer in read_by(node)]
+            if node.get_first_name() in self._after_readers:
+                before += [reader for reader in readers(read_by(node)) if reader in index]
+            earliest = max((place[one] if one in place else index[one] + 1 for one in before), default=0)
             if node.get_first_name() in self._late:
                 planned = last_place
             place[node] = max(earliest, min(planned, latest[node]))

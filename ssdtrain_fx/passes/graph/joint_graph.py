@@ -25,7 +25,6 @@ from torch.fx.node import Argument, map_arg
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.errors import InternalError
 
-
 SAVED = "ssdtrain_saved"
 """Key in the metadata of nodes that the partitioner saves for backward."""
 

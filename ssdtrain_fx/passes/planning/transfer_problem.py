@@ -22,6 +22,7 @@ Memory. A storage is live in ``[live_start, live_end)``; an offloaded one in ``[
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import functools
@@ -111,6 +112,11 @@ class HostTier:
         return -(-size_bytes // self.chunk_bytes) * self.chunk_bytes
 
 
+HOST_IDLE_SHARE = 0.7
+"""Share of the time in which the host has nothing to launch that it may spend on ops. The rest is for what else delays
+it: Dynamo's guards, the optimizer, other threads."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferProblem:
     """Everything that a placement depends on.
@@ -198,7 +204,27 @@ class TransferProblem:
         return self._blocks_s(self.hardware.reload_seconds(is_next=is_next), self.hardware.copy_in, size_bytes)
 
     def _blocks_s(self, ops_s: float, copy: Channel, size_bytes: int) -> float:
-        return ops_s + (copy.transfer_s(size_bytes) if self.hardware.copies_block_compute else 0.0)
+        if self.hardware.copies_block_compute:
+            return ops_s + copy.transfer_s(size_bytes)
+        return ops_s * self._delaying_share.get(size_bytes, 1.0)
+
+    @functools.cached_property
+    def _delaying_share(self) -> Mapping[int, float]:
+        """The share of the time of ops that delays a GPU, by the size of the storage. Sizes of no movable are missing.
+
+        The host runs ops while the GPU computes what it has launched. Once it has no more time for that, ops delay the
+        GPU. The largest storages get the time, because they are worth the most per op.
+        """
+        hardware = self.hardware
+        launches = sum(seconds > 0 for seconds in self.node_s)
+        idle_s = HOST_IDLE_SHARE * max(0.0, self.step_s - launches * hardware.kernel_s)
+        counts = collections.Counter(movable.size_bytes for movable in self.movables)
+        shares: dict[int, float] = {}
+        for size_bytes in sorted(counts, reverse=True):
+            needed_s = counts[size_bytes] * (hardware.offload_s + hardware.reload_s)
+            shares[size_bytes] = max(0.0, 1.0 - idle_s / needed_s) if needed_s else 1.0
+            idle_s = max(0.0, idle_s - needed_s)
+        return shares
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

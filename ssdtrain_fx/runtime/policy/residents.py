@@ -16,6 +16,8 @@ from ssdtrain_fx.runtime.book.ledger import Ledger
 from ssdtrain_fx.runtime.book.records import Entry
 from ssdtrain_fx.runtime.memory.layout import copy_elements, copy_with_layout, same_layout
 
+TRITON_ALIGNMENT_BYTES = 16
+
 
 class Residents:
     """The tensors of one engine that stay. Methods are called without the ledger's lock."""
@@ -41,14 +43,15 @@ class Residents:
         ledger.tidy()
 
     def reload(self, entry: Entry, stride: Sequence[int]) -> Tensor:
-        """The tensor that stayed in memory, or a copy of it if another layout is requested."""
+        """The tensor that stayed in memory; a copy of it if another layout is requested, or kernels cannot read it."""
         ledger = self._ledger
         with ledger.lock, ledger.change:
             ledger.begin_op(entry.name)
             ledger.counters.reloads += 1
             resident = entry.resident
             source = entry.source
-        if resident is not None and same_layout(entry.size, stride, resident.stride()):
+        fits = resident is not None and same_layout(entry.size, stride, resident.stride()) and _is_aligned(resident)
+        if resident is not None and fits:
             y = resident.as_strided(entry.size, stride)
         else:
             y = torch.empty_strided(entry.size, stride, dtype=entry.dtype, device=entry.device)
@@ -69,3 +72,8 @@ class Residents:
             shared = storage_key(y) in ledger.residents
         ledger.tidy()
         return copy_with_layout(y) if shared else y
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether kernels can read ``x``. Triton's take for granted that what they get starts at such an address."""
+    return x.device.type == "cpu" or x.data_ptr() % TRITON_ALIGNMENT_BYTES == 0

@@ -157,7 +157,7 @@ def test_a_layered_network_writes_less_and_fits_more(hidden: float) -> None:
     plain = choose_lowest_peak(without_host(problem), max_slowdown=0.01)
     tiered = use_host_tier(problem, plain, may_move_others=True)
     assert_not_worse(problem, tiered, plain)
-    assert written_bytes(problem, tiered.placements) < 0.7 * written_bytes(problem, plain.placements)
+    assert written_bytes(problem, tiered.placements) < 0.8 * written_bytes(problem, plain.placements)
     if hidden < 1:  # SSD time was scarce without the tier
         assert tiered.peak_bytes < 0.7 * plain.peak_bytes
 

@@ -11,6 +11,10 @@ VENV ?= .venv$(patsubst %,-torch-%,$(filter-out $(PINNED_TORCH),$(TORCH)))
 # be installed, they are skipped and say so.
 KVIKIO := kvikio-cu13 libkvikio-cu13 rapids-logger
 
+# The tests of Triton's kernels need no GPU, but the Triton that this torch goes with. It is not on the path of the other
+# tests, whose start it would slow down. Where it cannot be installed, they are skipped and say so.
+TRITON := triton==3.7.1
+
 BIN := $(VENV)/bin
 # Tests run in as many processes as there are cores, but no more than fit into the memory of most machines.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
@@ -49,6 +53,7 @@ endif
 $(VENV)/.installed-%: pyproject.toml constraints.txt Makefile | same-python
 	$(PIP_INSTALL) torch==$(TORCH) --editable '.[$*]'
 	$(if $(filter test,$*),-$(PIP_INSTALL) --no-deps $(KVIKIO))
+	$(if $(filter test$(PINNED_TORCH),$*$(TORCH)),-$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/triton $(TRITON))
 	@touch $@
 
 demo: $(VENV)/.installed-demo

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 from steps import settled_statistics
 from torch import Tensor, nn
 
@@ -142,7 +143,9 @@ def test_accumulated_gradients(tmp_path: Any) -> None:
     compare("gpt2", str(tmp_path), loop=loop)
 
 
-def test_retain_graph(tmp_path: Any) -> None:
+def test_retain_graph(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functorch_config, "donated_buffer", False)
+
     def loop(model: Callable[..., Tensor], batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         loss = model(*batches[0])

@@ -112,6 +112,8 @@ MUTANTS = [
     Mutant("a_chunk_that_was_taken_stays_ahead", TIER, "        chunks.remove(chunk)\n", "        pass\n", BACK),
     Mutant("chunks_ahead_are_not_forgotten", TIER, "return held + ahead", "return held", BACK),
     Mutant("held_chunks_are_not_forgotten", TIER, "return held + ahead", "return ahead", BACK),
+    # -- tensors that stay ---------------------------------------------------------------------------------------------
+    Mutant("a_tensor_that_stayed_may_be_unaligned", "runtime/policy/residents.py", 'x.device.type == "cpu" or x.data_ptr() % TRITON_ALIGNMENT_BYTES == 0', "True", "test_a_tensor_that_stayed_is_aligned_as_kernels_take_for_granted"),
     # -- direct transfers ----------------------------------------------------------------------------------------------
     Mutant("a_direct_write_waits_for_nothing", KVIKIO, "self._begin_after(chunk.entry.ready, Direction.WRITE)", "self._begin_after(None, Direction.WRITE)", "test_a_direct_write_starts_after_the_kernel_that_computes_the_tensor"),
     Mutant("a_direct_read_waits_for_nothing", KVIKIO, "self._begin_after(fill.ready, Direction.READ)", "self._begin_after(None, Direction.READ)", "test_a_direct_read_starts_after_what_was_enqueued_before_the_reload"),

@@ -106,7 +106,9 @@ def kernels_in(code: str) -> list[tuple[str, str]]:
     definition = r"^(triton_\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str='cuda'\)"
     for match in re.finditer(definition, code, re.DOTALL | re.MULTILINE):
         settings, body = match[2].rsplit("@triton.jit", 1)
-        settings = re.sub(r"'(kernel_name|backend_hash)': '[^']*'", "", settings[settings.index("@triton_heuristics") :])
+        settings = re.sub(
+            r"'(kernel_name|backend_hash)': '[^']*'", "", settings[settings.index("@triton_heuristics") :]
+        )
         found[match[1]] = (re.sub(r"def triton_\w+", "def kernel", body), settings)
     return [found[name] for name in re.findall(r"(triton_\w+)\.run\(", code)]
 

@@ -85,6 +85,6 @@ class TracedModel:
         """The step before anything is decided."""
         config = OffloadConfig(**setting.options)
         joint = join(*self._halves, num_forward_outputs=self._kwargs["num_forward_outputs"])
-        for run_pass in passes_before_planning(config):
+        for run_pass in passes_before_planning(config, joint):
             joint = run_pass(joint)
         return analyse(joint, min_tensor_bytes=config.min_tensor_bytes, hardware=setting.hardware, fused=True)

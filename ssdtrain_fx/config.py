@@ -114,7 +114,7 @@ class OffloadConfig:
 
     recompute: bool = True
     """With ``policy="auto"``: recompute storages in backward where that lowers the peak further, or costs less time,
-    than offloading them. Only ops that give the same bits are recomputed."""
+    than offloading them. Only ops that give the same bits are recomputed: under Inductor on a GPU, none."""
 
     modules: Mapping[str, Wish] | Sequence[tuple[str, Wish]] = ()
     """What happens to the storages that single modules make: ``{"layers.*.mlp": "offload"}``. Names are those of

@@ -4,7 +4,8 @@ Inductor's APIs are in the separate module ``_torch_private.inductor``, because 
 
 Each was checked by running the test suite on 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, on a CPU. The exceptions are
 ``generate_end``, ``innermost_fn``, ``_empty_strided_cpu`` and the C++ headers, which the arena uses: they were checked
-on 2.13.0 and 2.15.0. Comments in the code say what differs between these versions.
+on 2.13.0 and 2.15.0. What concerns GPUs alone was checked on 2.11.0, on an H200, and on 2.13.0. Comments in the code
+say what differs between these versions.
 
 | name | without it |
 |---|---|
@@ -12,6 +13,9 @@ on 2.13.0 and 2.15.0. Comments in the code say what differs between these versio
 | ``_inductor.custom_graph_pass.CustomPartitionerFn`` | the pipeline is never called |
 | ``_inductor.custom_graph_pass.CustomGraphPass`` | other layouts: last bits differ |
 | ``_inductor.lowering``, ``ir``, ``V.graph.additional_buffer_deps`` | the scheduler moves our ops |
+| ``_inductor.memory.reorder_for_peak_memory`` | on GPUs, other kernels: last bits differ |
+| ``_inductor.lowering._has_saved_lowp_output_use`` | on GPUs, the same for 16-bit values |
+| ``_inductor.config.assume_unaligned_fallback_output`` | the same |
 | ``V.set_choices_handler``, ``scheduler.name_to_node``, ``name_to_buf`` | peaks above the planned ones |
 | ``codegen.wrapper.PythonWrapperCodegen.can_reuse`` | kernels overwrite what the engine holds, and reuse little else |
 | ``ir.FallbackKernel``, ``add_import_once``, ``V.graph.never_reuse_buffers`` | no Inductor backend |

@@ -61,18 +61,19 @@ def lower_at_the_end(graph: fx.Graph, own_ops: frozenset[Any]) -> list[fx.Node] 
     return _realize_where_viewed(graph)
 
 
-def note_saved_views(graph: fx.Graph, sources: Iterable[fx.Node], saved: str) -> None:
-    """Note where forward has the view that it would return of each of ``sources``, which are themselves not saved.
+def note_saved_views(graph: fx.Graph, offload: Any, saved: str) -> None:
+    """Note where forward has the view that it would return of what is offloaded, if that is itself not saved.
 
     Inductor computes a result once more in each kernel that reads it, up to the view that makes it store it. The view
     is removed before :func:`lower_at_the_end` runs.
     """
+    sources = {cast(fx.Node, node.args[0]) for node in graph.find_nodes(op="call_function", target=offload)}
     unsaved = {source for source in sources if saved not in source.meta}
     before: list[str] = []
     for node in graph.nodes:
         base = node
         while base not in unsaved and base.args and base.op == "call_function" and _is_view(base):
-            base = base.args[0]
+            base = cast(fx.Node, base.args[0])
         if base is not node and base in unsaved and saved in node.meta and _VIEWED_AFTER not in base.meta:
             base.meta[_VIEWED_AFTER] = tuple(reversed(before[-_NUM_NAMES:]))
         if getattr(node.target, "namespace", "") != "ssdtrain":  # ours are moved
@@ -180,7 +181,7 @@ class PlacedOrder:
         result = call()
         for operation in V.graph.operations[start:]:
             if isinstance(operation, ir.ExternKernel):  # not a copy that an op asked for
-                self._own[operation.get_operation_name()] = V.graph.current_node.meta[_POSITION]
+                self._own[operation.get_operation_name()] = V.graph.current_node.meta.get(_POSITION, -1)
                 if not before_kernel:
                     self._late.add(operation.get_operation_name())
                 if after_readers:
@@ -216,7 +217,7 @@ class PlacedOrder:
         )
         index = {node: number for number, node in enumerate(kernels)}
         fixed = [
-            (min(origin.meta.get(_POSITION, -1) for origin in node.node.origins), index[node])
+            (max(origin.meta.get(_POSITION, -1) for origin in node.node.origins), index[node])
             for node in kernels
             if node.node is not None and _is_kernel(node.node) and node.node.origins
         ]

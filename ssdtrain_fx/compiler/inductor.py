@@ -226,7 +226,7 @@ class _CompileBothHalves:
                 for node in (reload, *reload.users):
                     node.update_arg(2, list(self.stride_by_token[token.name]))
         moves = bool(site_by_token or find(gm.graph, RELOAD))
-        private.note_saved_views(gm.graph, [node.args[0] for node in find(gm.graph, OFFLOAD)], SAVED)
+        private.note_saved_views(gm.graph, OFFLOAD, SAVED)
         makes_again = any(COPY_OF in node.meta for node in gm.graph.nodes)
         # Inductor would keep a dead buffer for reuse by a later one of the same size. It decides by its own estimate of
         # the peak, which does not include offloads.

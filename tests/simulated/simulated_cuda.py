@@ -96,7 +96,9 @@ class Simulator:
     ) -> None:
         """Delay ``percent`` of the kernels and copies by up to ``default_us`` microseconds on default streams, and by
         up to ``side_us`` on others. A stream that is held for ``hold_limit_s`` goes on, and its device fails."""
-        self._library.simulated_configure(seed + 1000 * REPETITION, default_us, side_us, percent, int(hold_limit_s * 1000))
+        self._library.simulated_configure(
+            seed + 1000 * REPETITION, default_us, side_us, percent, int(hold_limit_s * 1000)
+        )
 
     @contextlib.contextmanager
     def hold(self, stream: torch.Stream | None = None) -> Iterator[None]:

@@ -119,13 +119,23 @@ def only_copies(kernel: tuple[str, str]) -> bool:
 
 
 def ops_in(code: str) -> list[str]:
-    """The order in which kernels (``kernel``) and our ops (``offload x`` ...) run."""
+    """The order in which our ops (``offload result argument``) and kernels (``kernel`` and its buffers) run.
+
+    A buffer that writes to the memory of another one has its name.
+    """
     order: list[str] = []
+    named: dict[str, str] = {}
+
+    def names(line: str) -> list[str]:
+        return [named.get(name, name) for name in re.findall(r"\bbuf\d+\b", line)]
+
     for line in code[code.index("def call(") :].splitlines():
         if match := re.match(r"\s*(\w+) = ssdtrain_(\w+)\((\w+)", line):
-            order.append(f"{match[2]} {match[1]} {match[3]}")
-        elif ".run(" in line or "extern_kernels." in line:
-            order.append("kernel " + " ".join(re.findall(r"\bbuf\d+\b", line)))
+            order.append(f"{match[2]} {match[1]} {named.get(match[3], match[3])}")
+        elif re.search(r"^[^#]*(\.run\(|extern_kernels\.|aten\.)", line):
+            order.append(" ".join(["kernel", *names(line)]))
+        elif match := re.match(r"\s*(buf\d+) = .*?\b(buf\d+)\b.*# reuse", line):
+            named[match[1]] = named.get(match[2], match[2])
     return order
 
 

@@ -259,3 +259,27 @@ def test_warm_compile_cache_in_other_processes(tmp_path: Path) -> None:
     assert int(cold[1]) == int(warm[1]) > int(other[1]) > 0
     assert int(cold[3]) == 0
     assert int(warm[3]) > 0
+
+
+class _Branches(torch.nn.Module):
+    """The result of the first layer is saved, and is an argument of a branch, which has room for it in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(128, 128), torch.nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        branches = (lambda x: torch.sin(x).sum(0)), (lambda x: torch.cos(x).sum(0))
+        y = torch.cond(x.mean() > -9, *branches, (x,))
+        return torch.exp(0.1 * self.second(x)).sum() + y.square().sum()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_branch_does_not_overwrite_its_arguments() -> None:
+    torch.manual_seed(0)
+    model, batches = _Branches(), [(torch.randn(64, 128),) for _ in range(2)]
+    config = OffloadConfig(policy="all", min_tensor_bytes=0, hardware=FAST_DISK)
+    expected = train(model, batches, "inductor")
+    done = counted(lambda: assert_same_bits(train(model, batches, backend(config)), expected))
+    assert done.offloads > 0

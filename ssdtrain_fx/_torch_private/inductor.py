@@ -14,6 +14,7 @@ from torch._inductor import lowering as _lowering
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.graph import SubgraphLowering
 from torch._inductor.output_code import OutputCode
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
@@ -23,11 +24,11 @@ from ssdtrain_fx._torch_private.inductor_fusion import FuseWithinLevels
 from ssdtrain_fx._torch_private.inductor_order import (
     install_order,
     lower_at_the_end,
-    note_saved_views,
     order_of_graph,
 )
 
 __all__ = [
+    "SETTINGS_OF_MOVING_GRAPHS",
     "CustomGraphPass",
     "CustomPartitionerFn",
     "OutputCode",
@@ -39,13 +40,21 @@ __all__ = [
     "install_lowerings",
     "keep_out_of_autograd_cache",
     "lower_at_the_end",
-    "note_saved_views",
     "offload_strides_in",
     "options_of_mode",
     "require_layout_of_outputs",
     "settings",
 ]
 
+
+SETTINGS_OF_MOVING_GRAPHS: dict[str, Any] = {
+    # Inductor would keep a dead buffer for reuse by a later one of the same size. It decides by its own estimate of the
+    # peak, which does not include offloads.
+    "allow_buffer_reuse": False,
+    # With CUDA graphs, it would collect our ops at one place, to cut a graph into fewer pieces.
+    "triton.reorder_for_reducing_graph_partitions": False,
+}
+"""Settings for graphs with our ops."""
 
 STEP_MEMORY_MODULE = "ssdtrain_fx.runtime.memory.step_memory"
 
@@ -85,11 +94,11 @@ def require_layout_of_outputs(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     """Let Inductor choose the layout of ``nodes`` as if forward still returned them.
 
     Lowering checks ``any(user.op == "output" for user in node.users)``, and then realizes the node with the strides in
-    its metadata. ``fx.Interpreter.output`` returns only ``args[0]``, so nodes in ``args[1]`` have the output as a user
+    its metadata. ``fx.Interpreter.output`` returns only ``args[0]``, so nodes in ``kwargs`` have the output as a user
     but are not results.
     """
     output = graph.output_node()
-    output.args = (output.args[0], tuple(nodes))
+    output.kwargs = {"ssdtrain_layouts": tuple(nodes)}
 
 
 def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any, saved: str) -> None:
@@ -130,6 +139,7 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any, sav
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
     _write_in_place_as_planned(frozenset((offload, release, reload, wait)))
+    _donate_nothing_to_subgraphs()
     _run_in_step_memory()
     _round_what_is_offloaded(offload, release, saved)
     install_order()
@@ -178,6 +188,23 @@ def _round_what_is_offloaded(offload: Any, release: Any, saved: str) -> None:
         return any(user.op != "output" and user.target not in (offload, release) for user in node.users)
 
     lowering._has_saved_lowp_output_use = is_saved_or_offloaded
+
+
+def _donate_nothing_to_subgraphs() -> None:
+    """Let no subgraph, such as a branch of ``torch.cond``, overwrite its arguments in graphs with our ops.
+
+    Inductor applies the numbers of the tensors that may be overwritten in backward to the arguments of its subgraphs
+    too. The first arguments of backward are parameters, but with our ops, they are tokens, which may be overwritten.
+    """
+    lowering = cast(Any, SubgraphLowering)
+    init = lowering.__init__
+
+    def init_and_forget(self: Any, parent: Any, *args: Any, **keywords: Any) -> None:
+        init(self, parent, *args, **keywords)
+        if any(getattr(node.target, "namespace", "") == "ssdtrain" for node in parent.graph.nodes):
+            self.bw_donated_idxs = None
+
+    lowering.__init__ = init_and_forget
 
 
 def _run_in_step_memory() -> None:

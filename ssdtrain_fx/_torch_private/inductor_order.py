@@ -15,6 +15,7 @@ kernels as if our ops did not exist. Then each op is put at its place between th
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -30,7 +31,6 @@ __all__ = [
     "are_placed",
     "install_order",
     "lower_at_the_end",
-    "note_saved_views",
     "order_of_graph",
 ]
 
@@ -38,17 +38,15 @@ _ORDER = "_ssdtrain_order"
 """Attribute of the graph that Inductor lowers."""
 _POSITION = "_ssdtrain_position"
 """Key in the metadata of nodes of an FX graph: the position that the plan gave them."""
-_VIEWED_AFTER = "_ssdtrain_viewed_after"
-"""Key in the metadata of an offloaded node that forward returns a view of: the nodes before the view, last first."""
-_NUM_NAMES = 16
 
 
-def lower_at_the_end(graph: fx.Graph, own_ops: frozenset[Any]) -> list[fx.Node] | None:
+def lower_at_the_end(graph: fx.Graph, own_ops: frozenset[Any], viewed_after: str) -> list[fx.Node] | None:
     """Move ``own_ops`` to the end of a graph whose ops are placed, and note their positions.
 
-    Returns the views that make Inductor store what they read. None: the ops of this graph are not placed.
+    Returns views that make Inductor store what they read, inserted for nodes with the key ``viewed_after`` in their
+    metadata. None: the ops of this graph are not placed.
 
-    They realize what they read. Without them, Inductor realizes what forward returns when everything is lowered, and
+    The ops realize what they read. Without them, Inductor realizes what forward returns when everything is lowered, and
     computes it once more in kernels that read it earlier.
     """
     if not _is_on_gpu(graph):
@@ -58,43 +56,17 @@ def lower_at_the_end(graph: fx.Graph, own_ops: frozenset[Any]) -> list[fx.Node] 
         node.meta[_POSITION] = position
     for node in [node for node in graph.nodes if node.target in own_ops]:
         output.prepend(node)
-    return _realize_where_viewed(graph)
+    return _realize_where_viewed(graph, viewed_after)
 
 
-def note_saved_views(graph: fx.Graph, offload: Any, saved: str) -> None:
-    """Note where forward has the view that it would return of what is offloaded, if that is itself not saved.
-
-    Inductor computes a result once more in each kernel that reads it, up to the view that makes it store it. The view
-    is removed before :func:`lower_at_the_end` runs.
-    """
-    sources = {cast(fx.Node, node.args[0]) for node in graph.find_nodes(op="call_function", target=offload)}
-    unsaved = {source for source in sources if saved not in source.meta}
-    before: list[str] = []
-    for node in graph.nodes:
-        base = node
-        while base not in unsaved and base.args and base.op == "call_function" and _is_view(base):
-            base = cast(fx.Node, base.args[0])
-        if base is not node and base in unsaved and saved in node.meta and _VIEWED_AFTER not in base.meta:
-            base.meta[_VIEWED_AFTER] = tuple(reversed(before[-_NUM_NAMES:]))
-        if getattr(node.target, "namespace", "") != "ssdtrain":  # ours are moved
-            before.append(node.name)
-
-
-def _is_view(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not isinstance(node.args[0], fx.Node):
-        return False
-    return target.is_view or target in (torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
-
-
-def _realize_where_viewed(graph: fx.Graph) -> list[fx.Node]:
-    """Insert a view of each node that :func:`note_saved_views` has found. Returns the views."""
+def _realize_where_viewed(graph: fx.Graph, viewed_after: str) -> list[fx.Node]:
+    """Insert a view of each node with the key ``viewed_after``. Returns the views."""
     nodes = list(graph.nodes)
     position = {node.name: number for number, node in enumerate(nodes)}
     views: list[fx.Node] = []
     for node in nodes:
-        if _VIEWED_AFTER in node.meta:
-            names = (name for name in node.meta[_VIEWED_AFTER] if position.get(name, -1) > position[node.name])
+        if viewed_after in node.meta:
+            names = (name for name in node.meta[viewed_after] if position.get(name, -1) > position[node.name])
             with graph.inserting_after(nodes[position[next(names, node.name)]]):
                 view = graph.call_function(torch.ops.aten.unsqueeze.default, (node, 0))
             view.meta["val"] = node.meta["val"].unsqueeze(0)
@@ -216,11 +188,7 @@ class PlacedOrder:
             OrderedSet([*graph_outputs, *(name for name in read_by_own if name in name_to_buf)]),
         )
         index = {node: number for number, node in enumerate(kernels)}
-        fixed = [
-            (max(origin.meta.get(_POSITION, -1) for origin in node.node.origins), index[node])
-            for node in kernels
-            if node.node is not None and _is_kernel(node.node) and node.node.origins
-        ]
+        starts = sorted(map(_position_of, kernels))
 
         def readers(buffers: Iterable[Any]) -> list[Any]:
             names = (user.node.get_name() for buffer in buffers for user in buffer.users)
@@ -237,12 +205,11 @@ class PlacedOrder:
         place: dict[Any, int] = {}
         """The number of kernels that run before each of our ops."""
         for node in own:
-            position = self._own[node.get_first_name()]
-            _, planned = max((one for one in fixed if one[0] < position), default=(-1, -1))
-            planned += 1
+            planned = bisect.bisect_left(starts, self._own[node.get_first_name()])
             before = [name_to_fused_node[buffer.defining_op_name()] for buffer in read_by(node)]
             if node.get_first_name() in self._after_readers:
-                before += [reader for reader in readers(read_by(node)) if reader in index]
+                names = {dep.name for dep in node.read_writes.reads}
+                before += [kernel for kernel in kernels if any(dep.name in names for dep in kernel.read_writes.reads)]
             earliest = max((place[one] if one in place else index[one] + 1 for one in before), default=0)
             if node.get_first_name() in self._late:
                 planned = last_place
@@ -255,6 +222,14 @@ class PlacedOrder:
             if kernel is not None:
                 arranged.append(kernel)
         return arranged
+
+
+def _position_of(kernel: Any) -> int:
+    """The position in the FX graph of the last op that ``kernel`` computes; in a fused template, of the product."""
+    parts = [part for part in kernel.get_nodes() if part.node is not None]
+    products = [part for part in parts if _is_kernel(part.node)]
+    origins = (origin for part in products or parts for origin in part.node.origins)
+    return max((origin.meta.get(_POSITION, -1) for origin in origins), default=-1)
 
 
 def install_order() -> None:

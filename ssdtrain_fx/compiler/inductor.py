@@ -35,7 +35,7 @@ from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.chains import find_activation_inputs
 from ssdtrain_fx.passes.analysis.fused_kernels import STORED
 from ssdtrain_fx.passes.graph.copy_nodes import COPY_OF
-from ssdtrain_fx.passes.graph.joint_graph import SAVED, join, split
+from ssdtrain_fx.passes.graph.joint_graph import SAVED, VIEWED_AFTER, join, split
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 from ssdtrain_fx.passes.planning.step_budget import StepBudget
@@ -197,7 +197,10 @@ class KeepLayouts(private.CustomGraphPass):
         for inner in private.as_passes(self.inner):
             inner(graph)
         sources = [node.args[0] for node in find(graph, OFFLOAD)]
-        views = private.lower_at_the_end(graph, frozenset((OFFLOAD, RELEASE)))
+        for offload in find(graph, OFFLOAD):
+            if SAVED in offload.meta and isinstance(offload.args[0], fx.Node):
+                offload.args[0].meta[SAVED] = True
+        views = private.lower_at_the_end(graph, frozenset((OFFLOAD, RELEASE)), VIEWED_AFTER)
         if sources:
             made = [node for node in sources if isinstance(node, fx.Node) and node.op != "placeholder"]
             if views is not None:  # forward would return views of the others
@@ -226,13 +229,10 @@ class _CompileBothHalves:
                 for node in (reload, *reload.users):
                     node.update_arg(2, list(self.stride_by_token[token.name]))
         moves = bool(site_by_token or find(gm.graph, RELOAD))
-        private.note_saved_views(gm.graph, OFFLOAD, SAVED)
         makes_again = any(COPY_OF in node.meta for node in gm.graph.nodes)
-        # Inductor would keep a dead buffer for reuse by a later one of the same size. It decides by its own estimate of
-        # the peak, which does not include offloads.
         with contextlib.ExitStack() as stack:
             if moves or makes_again:
-                stack.enter_context(private.settings(allow_buffer_reuse=False))
+                stack.enter_context(private.settings(**private.SETTINGS_OF_MOVING_GRAPHS))
                 planned_peak_bytes = gm.graph.output_node().meta[PLANNED_PEAK]
                 stack.enter_context(fusing_as_planned(frozenset(OPS), STORED, planned_peak_bytes))
             code = private.compile_fx_inner(gm, example_inputs, **kwargs)

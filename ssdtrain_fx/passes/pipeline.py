@@ -94,10 +94,12 @@ def keeps_kernels(options: Options, joint: ScheduledJointGraph) -> bool:
 
 def passes_before_planning(options: Options, joint: ScheduledJointGraph) -> tuple[JointPass, ...]:
     """What changes the graph before it is analysed and planned."""
-    follows_plan = options.inner == "inductor" and not keeps_kernels(options, joint)
+    passes = tuple(map(checked, options.passes))
+    if keeps_kernels(options, joint):
+        return passes
     return (
-        *map(checked, options.passes),
-        *((sink_matrix_products, store_sums) if follows_plan else ()),
+        *passes,
+        *((sink_matrix_products, store_sums) if options.inner == "inductor" else ()),
         functools.partial(copy_out_views, min_tensor_bytes=options.min_tensor_bytes),
     )
 

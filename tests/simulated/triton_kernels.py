@@ -22,6 +22,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import triton
+from torch import Tensor, nn
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.utils import run_and_get_code
@@ -46,6 +47,47 @@ PROPERTIES = types.SimpleNamespace(
     L2_cache_size=60 << 20,
     gcnArchName="",
 )
+
+
+class Softmax(nn.Module):
+    """Inductor replaces the saved maximum and sum by other nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.cat([self.one(x), self.two(x)], -1)
+        return z.view(256, 2, 256).transpose(0, 1).softmax(-1).pow(2).sum()
+
+
+class BatchNorm(nn.Module):
+    """Views of the statistics are saved, and only backward reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.ReLU()) for _ in range(3))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().sum()
+
+
+class Norms(nn.Module):
+    """Every kernel could be fused with others: there is no matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(256) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            x = torch.sin(norm(x.cumsum(0)))
+        return x.sum()
+
+
+OWN_MODELS = {"softmax": Softmax, "batch_norm": BatchNorm, "norms": Norms}
 
 
 class Driver:
@@ -92,8 +134,11 @@ def generate(name: str, dtype: torch.dtype, compiler: Any) -> list[str]:
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
     torch.manual_seed(0)
-    model, make_batch = zoo.build(name, layers=2, hidden=256, batch=8, sequence=256, vocab=1024, dropout=0.1)
-    values = make_batch(torch.Generator().manual_seed(1))
+    if name in OWN_MODELS:
+        model, values = OWN_MODELS[name](), (torch.randn(256, 256),)
+    else:
+        model, make_batch = zoo.build(name, layers=2, hidden=256, batch=8, sequence=256, vocab=1024, dropout=0.1)
+        values = make_batch(torch.Generator().manual_seed(1))
     batch = [value.to("cuda", dtype if value.is_floating_point() else value.dtype) for value in values]
     compiled = torch.compile(model.to("cuda", dtype), backend=compiler, dynamic=False)
     _, codes = run_and_get_code(lambda: compiled(*batch).backward())

@@ -24,6 +24,7 @@ loops of fused CPU kernels: the fused kernel then runs before the wait, and grad
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,11 +36,14 @@ from ssdtrain_fx._torch_private import FakeTensor, FakeTensorMode, OpOverload
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.analysis.candidates import Candidate, view_path
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets
-from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.passes.graph.joint_graph import SAVED, VIEWED_AFTER, ScheduledJointGraph
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
 from ssdtrain_fx.passes.planning.plan import Offload, Plan
 from ssdtrain_fx.passes.planning.transfer_problem import Step
 from ssdtrain_fx.runtime.sites import Site
+
+NUM_NAMES = 16
+"""How many nodes before a view are noted: Inductor may remove some of them."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -82,6 +86,7 @@ def insert_offloads(
     sources = {
         candidate.representative.name: candidate for candidate in candidates if candidate.representative is not None
     }
+    _note_saved_views(joint, candidates)
     decisions: dict[str, Offload] = {}
     for storage in plan.storages:
         if isinstance(storage.decision, Offload):
@@ -134,6 +139,23 @@ def insert_offloads(
     return joint
 
 
+def _note_saved_views(joint: ScheduledJointGraph, candidates: Sequence[Candidate]) -> None:
+    """Note where forward would return the first view of a storage that is itself not saved. The views may be erased.
+
+    Inductor computes a result once more in each kernel that reads it, up to the view that makes it store it.
+    """
+    base_of: dict[fx.Node, fx.Node] = {}
+    for candidate in candidates:
+        base = candidate.representative
+        if base is not None and base.op != "placeholder" and SAVED not in base.meta:
+            base_of.update(dict.fromkeys(candidate.saved_nodes, base))
+    names: list[str] = []
+    for node in itertools.takewhile(lambda node: node is not joint.marker, joint.graph.nodes):
+        if node in base_of:
+            base_of[node].meta.setdefault(VIEWED_AFTER, tuple(reversed(names[-NUM_NAMES:])))
+        names.append(node.name)
+
+
 def _insert_offload(
     graph: fx.Graph, chain: _Chain, symbols: Mapping[object, fx.Node], engine: str, graph_name: str
 ) -> None:
@@ -170,6 +192,8 @@ def _insert_offload(
     )
     chain.token = graph.call_function(OFFLOAD, (source, [], site.to_argument()))
     _annotate(chain.token, source, _fake_token(value))
+    if SAVED in source.meta:  # Inductor may replace the source by a node without its metadata
+        chain.token.meta[SAVED] = True
 
 
 def _expression(symbol: Any) -> object:

@@ -16,6 +16,7 @@ from ssdtrain_fx import OffloadConfig, _torch_private, backend
 from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx._torch_private.direct_calls import DirectCall
 from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.passes.graph.joint_graph import SAVED
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.config import EngineConfig
@@ -35,7 +36,7 @@ class Layers(nn.Module):
 
 @pytest.fixture
 def engine(ssd_dir: str) -> str:
-    private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT)
+    private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT, saved=SAVED)
     return EngineConfig(ssd_dir=ssd_dir).to_argument()
 
 

@@ -189,6 +189,7 @@ class PlacedOrder:
         )
         index = {node: number for number, node in enumerate(kernels)}
         starts = sorted(map(_position_of, kernels))
+        last_reader = {dep.name: kernel for kernel in kernels for dep in kernel.read_writes.reads}
 
         def readers(buffers: Iterable[Any]) -> list[Any]:
             names = (user.node.get_name() for buffer in buffers for user in buffer.users)
@@ -208,8 +209,8 @@ class PlacedOrder:
             planned = bisect.bisect_left(starts, self._own[node.get_first_name()])
             before = [name_to_fused_node[buffer.defining_op_name()] for buffer in read_by(node)]
             if node.get_first_name() in self._after_readers:
-                names = {dep.name for dep in node.read_writes.reads}
-                before += [kernel for kernel in kernels if any(dep.name in names for dep in kernel.read_writes.reads)]
+                names = (dep.name for dep in node.read_writes.reads)
+                before += [last_reader[name] for name in names if name in last_reader]
             earliest = max((place[one] if one in place else index[one] + 1 for one in before), default=0)
             if node.get_first_name() in self._late:
                 planned = last_place

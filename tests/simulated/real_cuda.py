@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import sync_counts
 import torch
 from torch import Tensor
 
@@ -33,12 +34,7 @@ class Counts:
         self.syncs = syncs
 
     def syncs_of_training(self) -> dict[str, int]:
-        own = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("ssdtrain")}
-        found: dict[str, int] = {}
-        for (thread, kind), count in self.syncs.items():
-            if thread not in own:
-                found[kind] = found.get(kind, 0) + count
-        return found
+        return sync_counts.of_training(self.syncs)
 
 
 class RealDevice:

@@ -11,10 +11,11 @@ import ctypes
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import sync_counts
 
 
 def _load() -> ctypes.CDLL:
@@ -57,12 +58,7 @@ class Counts(NamedTuple):
 
     def syncs_of_training(self) -> dict[str, int]:
         """The waits of threads that do not belong to the engine."""
-        own = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("ssdtrain")}
-        found: dict[str, int] = {}
-        for (thread, kind), count in self.syncs.items():
-            if thread not in own:
-                found[kind] = found.get(kind, 0) + count
-        return found
+        return sync_counts.of_training(self.syncs)
 
 
 class Simulator:

@@ -15,7 +15,8 @@ import torch
 
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.fork_safe_lock import ForkSafeLock
-from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.hardware import Channel, Hardware
+from ssdtrain_fx.machine.other_load import OtherLoad
 from ssdtrain_fx.machine.probe_hardware import (
     FullDiskError,
     OnStep,
@@ -27,6 +28,7 @@ from ssdtrain_fx.machine.probe_hardware import (
 )
 from ssdtrain_fx.machine.probe_kernels import BUSY_KERNEL_S
 from ssdtrain_fx.machine.profile_store import (
+    DISTURBED_COUNTS_S,
     ProfileKey,
     measuring_alone,
     profile_key,
@@ -80,23 +82,22 @@ def load_hardware(
 
 
 def _measure_quickly(device: str, directories: tuple[str, ...], key: ProfileKey) -> Hardware:
-    """Measure, and store the result unless the machine was disturbed. Raises FullDiskError."""
+    """Measure and store. Raises FullDiskError."""
     log.info(
         "measuring %s and the SSD that holds %s; `ssdtrain-fx probe` measures longer",
         key.device,
         ", ".join(directories),
     )
-    hardware = measure_hardware(device, directories, quick=True)
-    disturbance = _find_disturbance(hardware)
+    hardware, disturbance = _measure(device, directories, quick=True)
     if disturbance:
         log.warning(
-            "%s: the machine is busy, or torch has more threads than cores. This hardware profile is used by "
-            "this process only. `ssdtrain-fx probe` measures longer and stores its result.",
+            "%s: the machine is busy, or torch has more threads than cores. This hardware profile is used by what "
+            "starts within %d minutes. `ssdtrain-fx probe` measures longer and stores its result.",
             disturbance,
+            DISTURBED_COUNTS_S // 60,
         )
-        return hardware
     try:
-        return store_profile(key, hardware, replace=False)
+        return store_profile(key, hardware, replace=False, disturbed=bool(disturbance))
     except OSError as error:
         log.warning(
             "The hardware profile cannot be stored in %s (%s): every process will measure again.",
@@ -126,14 +127,61 @@ def probe_and_store(device: str, ssd_dir: SsdDir, *, quick: bool = False, on_ste
     key = profile_key(device_name(device), directories)
     path = profile_path(key)
     path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than in half a minute
-    hardware = measure_hardware(device, directories, quick=quick, on_step=on_step)
-    for _ in range(MAX_PROBES - 1):
-        disturbance = _find_disturbance(hardware)
+    hardware, disturbance = _measure(device, directories, quick=quick, on_step=on_step)
+    if disturbance:
+        log.warning(
+            "%s: the machine is busy, or torch has more threads than cores. The profile is stored all the same. "
+            "Measure again when the machine is idle.",
+            disturbance,
+        )
+    return ProbeResult(store_profile(key, hardware, replace=True), directories, path)
+
+
+def _measure(
+    device: str, directories: tuple[str, ...], *, quick: bool, on_step: OnStep = ignore
+) -> tuple[Hardware, str]:
+    """Measure again while other programs disturb. The faster of all measured values count, and the last disturbance is
+    returned, as text."""
+    best: Hardware | None = None
+    disturbance = ""
+    for number in range(MAX_PROBES):
+        if number:
+            log.info("%s: measuring again", disturbance)
+        load = OtherLoad()
+        hardware = measure_hardware(device, directories, quick=quick, on_step=on_step)
+        disturbance = load.describe() or _find_disturbance(hardware)
+        best = hardware if best is None or not disturbance else _faster(best, hardware)
         if not disturbance:
             break
-        log.warning("%s: the machine is busy, or torch has more threads than cores. Measuring again.", disturbance)
-        hardware = measure_hardware(device, directories, quick=quick, on_step=on_step)
-    return ProbeResult(store_profile(key, hardware, replace=True), directories, path)
+    assert best is not None
+    return best, disturbance
+
+
+def _faster(one: Hardware, other: Hardware) -> Hardware:
+    """A disturbance can only make a machine slower."""
+
+    def rates(name: str) -> dict[str, float]:
+        first, second = getattr(one, name), getattr(other, name)
+        return {key: max(first[key], second[key]) for key in first}
+
+    def channel(name: str) -> Channel:
+        return max(getattr(one, name), getattr(other, name), key=lambda channel: channel.bytes_per_s)
+
+    def shorter(name: str) -> float | None:
+        found = [value for value in (getattr(one, name), getattr(other, name)) if value is not None]
+        return min(found, default=None)
+
+    return dataclasses.replace(
+        one,
+        **{name: rates(name) for name in ("flops_per_s", "elements_per_s")},
+        **{name: channel(name) for name in ("write", "read", "copy_out", "copy_in")},
+        **{name: shorter(name) for name in _TIMES},
+        memory_bytes_per_s=max(one.memory_bytes_per_s, other.memory_bytes_per_s),
+        share_when_both=max(one.share_when_both, other.share_when_both),
+    )
+
+
+_TIMES = ("kernel_s", "offload_s", "reload_s", "next_offload_s", "next_reload_s")
 
 
 def _find_disturbance(hardware: Hardware) -> str:

@@ -12,6 +12,7 @@ Guarantees:
 * Processes that measure at the same time end up with the same profile, the one that was stored first.
 * Processes that load a profile that is not stored measure one after the other, where a directory can be locked. If the
   first could store its profile, the others read it.
+* A profile of a disturbed machine counts for minutes: long enough for the ranks of one run, and no later run gets it.
 * A file that cannot be read or written costs a warning and a measurement, never an error.
 """
 
@@ -40,9 +41,11 @@ from ssdtrain_fx.whole_file import written_beside
 log = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "SSDTRAIN_PROFILE_DIR"
-FORMAT = 8
+FORMAT = 9
 WAIT_S = 120.0
 """How long a process waits for others to measure. Each takes seconds, unless its disk hangs."""
+DISTURBED_COUNTS_S = 600.0
+"""How long a profile counts that was measured beside other programs. A guess."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,16 +114,19 @@ def read_profile(key: ProfileKey) -> Hardware | None:
             raise ValueError(f"format {raw['format']}, expected {FORMAT}")
         if raw["key"] != dataclasses.asdict(key):
             raise ValueError(f"its key is {raw['key']}, expected {dataclasses.asdict(key)}")
+        if raw.get("disturbed") and time.time() - path.stat().st_mtime > DISTURBED_COUNTS_S:
+            return None
         return Hardware.from_json(json.dumps(raw["hardware"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("The hardware profile %s cannot be used (%s); measuring again.", path, error)
         return None
 
 
-def store_profile(key: ProfileKey, hardware: Hardware, *, replace: bool) -> Hardware:
+def store_profile(key: ProfileKey, hardware: Hardware, *, replace: bool, disturbed: bool = False) -> Hardware:
     """Store ``hardware`` and return the profile to use.
 
-    Without ``replace``, a profile that another process has stored first is kept and returned.
+    Without ``replace``, a profile that another process has stored first is kept and returned. A ``disturbed`` one was
+    measured beside other programs.
 
     Raises:
         OSError: the profile cannot be stored; no part of it remains.
@@ -128,6 +134,8 @@ def store_profile(key: ProfileKey, hardware: Hardware, *, replace: bool) -> Hard
     path = profile_path(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"format": FORMAT, "key": dataclasses.asdict(key), "hardware": json.loads(hardware.to_json())}
+    if disturbed:
+        content["disturbed"] = True
     with written_beside(path, json.dumps(content, indent=1, sort_keys=True) + "\n") as temporary:
         if not replace:
             with contextlib.suppress(FileExistsError):

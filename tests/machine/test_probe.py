@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 from ssdtrain_fx.cli import app
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Channel, Hardware
-from ssdtrain_fx.machine import probe, probe_transfers, profile_store
+from ssdtrain_fx.machine import other_load, probe, probe_transfers, profile_store
 from ssdtrain_fx.machine.clocks import CpuClock, CudaClock, clock_of
+from ssdtrain_fx.machine.other_load import OtherLoad
 from ssdtrain_fx.machine.probe import load_hardware, measure_hardware
 from ssdtrain_fx.machine.probe_hardware import device_name
 from ssdtrain_fx.machine.probe_transfers import Traffic, _BesideCompute, _Sample, fit_channel, share_of
@@ -68,6 +69,7 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def measurements(monkeypatch: pytest.MonkeyPatch) -> Measurements:
     stand_in = Measurements()
     monkeypatch.setattr(probe, "measure_hardware", stand_in)
+    monkeypatch.setattr(probe.OtherLoad, "describe", lambda _: "")
     return stand_in
 
 
@@ -170,7 +172,7 @@ def test_the_first_stored_profile_is_kept(
     """1. This process finds no profile and measures. 2. Another one stores its profile first. 3. Both use that one."""
     key = profile_key("cpu", (ssd_dir,))
 
-    def measure(device: str, directory: str, *, quick: bool) -> Hardware:
+    def measure(device: str, directory: str, **_: object) -> Hardware:
         store_profile(key, OTHER, replace=False)
         return HARDWARE
 
@@ -204,24 +206,106 @@ def test_what_cannot_be_stored_is_used_all_the_same(
     assert any("cannot be stored" in record.getMessage() for record in caplog.records)
 
 
-def test_a_busy_machine_leaves_no_trace(
-    measurements: Measurements, ssd_dir: str, profiles: Path, caplog: pytest.LogCaptureFixture
+def test_a_profile_of_a_busy_machine_counts_for_minutes(
+    measurements: Measurements,
+    ssd_dir: str,
+    profiles: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     measurements.hardware = dataclasses.replace(HARDWARE, kernel_s=0.012)
     assert load_hardware("cpu", ssd_dir) is load_hardware("cpu", ssd_dir)
-    assert list(profiles.iterdir()) == []
     assert "An empty kernel takes 12.0 ms: the machine is busy" in caplog.text
+    forget(monkeypatch)
+    load_hardware("cpu", ssd_dir)  # another rank of the same run
+    assert measurements.count == probe.MAX_PROBES
+    (path,) = profiles.iterdir()
+    old_s = time.time() - profile_store.DISTURBED_COUNTS_S - 1
+    os.utime(path, (old_s, old_s))
+    measurements.hardware = HARDWARE
+    forget(monkeypatch)
+    assert load_hardware("cpu", ssd_dir) == HARDWARE
+    forget(monkeypatch)
+    os.utime(path, (old_s, old_s))
+    assert load_hardware("cpu", ssd_dir) == HARDWARE
+    assert measurements.count == probe.MAX_PROBES + 1
 
 
 def test_a_product_slower_than_memory_is_measured_again(
     measurements: Measurements, ssd_dir: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """This happened: threads waited for a processor, a product ran at a thousandth of its rate, and a plan used it."""
+    caplog.set_level(logging.INFO, logger="ssdtrain_fx")
     slow = dataclasses.replace(HARDWARE, flops_per_s={"float32": 0.4e9})
     found = iter([slow, HARDWARE, slow])
     monkeypatch.setattr(probe, "measure_hardware", lambda *_, **__: next(found))
     assert probe.probe_and_store("cpu", ssd_dir).hardware == HARDWARE
-    assert "A matrix product runs at 0.4 GFLOP/s" in caplog.text
+    assert "A matrix product runs at 0.4 GFLOP/s: measuring again" in caplog.text
+
+
+def test_what_was_measured_beside_other_programs_is_measured_again_and_the_faster_counts(
+    ssd_dir: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loads = iter(["Other programs use 1.0 of 2 processors"] * 3)
+    monkeypatch.setattr(probe.OtherLoad, "describe", lambda _: next(loads))
+    found = iter(
+        dataclasses.replace(
+            HARDWARE,
+            flops_per_s=dict.fromkeys(HARDWARE.flops_per_s, flops_per_s),
+            write=Channel(bytes_per_s=write_bytes_per_s),
+            offload_s=offload_s,
+            next_offload_s=None,
+        )
+        for flops_per_s, write_bytes_per_s, offload_s in ((3e11, 1e9, 3e-4), (9e11, 3e9, 2e-4), (6e11, 2e9, 4e-4))
+    )
+    monkeypatch.setattr(probe, "measure_hardware", lambda *_, **__: next(found))
+    hardware = probe.probe_and_store("cpu", ssd_dir).hardware
+    assert set(hardware.flops_per_s.values()) == {9e11}
+    assert (hardware.write.bytes_per_s, hardware.offload_s, hardware.next_offload_s) == (3e9, 2e-4, None)
+    assert hardware.memory_bytes_per_s == HARDWARE.memory_bytes_per_s
+    assert "Other programs use 1.0 of 2 processors: the machine is busy" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("busy_ticks", "steal_ticks", "own_s", "threads", "expected"),
+    [
+        (190, 0, 1.0, 2, "Other programs use 0.9 of 2 processors"),
+        (190, 0, 1.9, 2, ""),
+        (100, 40, 1.0, 2, "Other programs use 0.4 of 2 processors"),
+        (190, 0, 1.0, 1, ""),  # the other processor is free
+    ],
+)
+def test_processors_that_other_programs_use(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    busy_ticks: int,
+    steal_ticks: int,
+    own_s: float,
+    threads: int,
+    expected: str,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
+    monkeypatch.setattr(os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    now = [10.0, 5.0]
+    monkeypatch.setattr(other_load.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(other_load.time, "process_time", lambda: now[1])
+    stat = tmp_path / "stat"
+    line = "cpu{core} {user} 0 0 1000 1000 0 0 {steal} 77 0\n"
+    stat.write_text("cpu  9 9 9 9\n" + "".join(line.format(core=core, user=50, steal=0) for core in range(3)))
+    load = OtherLoad(stat)
+    assert load.describe() == ""
+    now[:] = [11.0, 5.0 + own_s]
+    after = ((0, 50 + busy_ticks // 2, steal_ticks), (1, 9999, 9999), (2, 50 + busy_ticks // 2, 0))
+    stat.write_text("".join(line.format(core=core, user=user, steal=steal) for core, user, steal in after))
+    assert load.describe() == expected
+
+
+@pytest.mark.parametrize("content", [None, "cpu0 1 2\n", "cpu0 a b c d e f g h\n"])
+def test_a_system_that_does_not_count_has_no_load(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "stat").write_text(content.replace("cpu0", f"cpu{min(os.sched_getaffinity(0))}"))
+    assert OtherLoad(tmp_path / "stat").describe() == ""
 
 
 def test_nothing_stored_and_nothing_to_be_measured(measurements: Measurements, ssd_dir: str) -> None:

@@ -314,8 +314,37 @@ def test_statistics_of_one_step(file: MemoryFile, directory: str) -> None:
         del kept_alive
 
 
-def test_a_large_file_is_cut_after_use(file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def cut_files_at_once(monkeypatch: pytest.MonkeyPatch, *, after_s: float = 0.0) -> None:
     monkeypatch.setattr("ssdtrain_fx.runtime.book.upkeep.TRIM_ABOVE_BYTES", 8192)
+    monkeypatch.setattr("ssdtrain_fx.runtime.book.upkeep.TRIM_AFTER_S", after_s)
+
+
+def use(engine: Engine, count: int) -> None:
+    """Write ``count`` numbers, and let them go."""
+    owner = offload(engine, torch.arange(count))
+    engine.wait_until_idle()
+    del owner
+    engine.wait_until_idle()
+
+
+def test_a_file_is_cut_to_what_was_needed_when_it_was_too_large_for_some_time(
+    file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_files_at_once(monkeypatch, after_s=10.0)
+    now_s = 100.0
+    monkeypatch.setattr("ssdtrain_fx.runtime.book.upkeep.time.monotonic", lambda: now_s)
+    with engine_on(file, directory) as engine:
+        for at_s, count in ((100, 10_000), (105, 10), (111, 10_000), (117, 10), (126, 1000), (127, 10)):
+            now_s = float(at_s)
+            assert file.size_bytes in (0, 81920)
+            use(engine, count)
+        assert file.size_bytes == 8192  # for 1000 numbers
+        use(engine, 10_000)
+        assert file.size_bytes == 81920
+
+
+def test_a_large_file_is_cut_after_use(file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_files_at_once(monkeypatch)
     with engine_on(file, directory) as engine:
         large = offload(engine, torch.arange(10_000))
         engine.wait_until_idle()
@@ -333,7 +362,7 @@ def test_a_large_file_is_cut_after_use(file: MemoryFile, directory: str, monkeyp
 def test_a_file_that_cannot_be_cut_keeps_its_size_and_training_goes_on(
     file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ssdtrain_fx.runtime.book.upkeep.TRIM_ABOVE_BYTES", 8192)
+    cut_files_at_once(monkeypatch)
 
     def refuse(size_bytes: int, from_bytes: int) -> None:
         raise OSError(errno.EIO, "Input/output error")

@@ -65,8 +65,8 @@ class Ledger:
         self.residents: dict[int, Entry] = {}
         """Entries that stayed in memory, by the identity of their storage, whose address changes if it is resized."""
         self.slots = SlotAllocator()
-        self.upkeep = Upkeep(file, self.slots)
         self.counters = Counters()
+        self.upkeep = Upkeep(file, self.slots, self.counters)
         self.dead_handles: collections.deque[int] = collections.deque()
         """Filled by :meth:`note_death`, without the lock."""
         self.dead_owners: collections.deque[OwnerRef] = collections.deque()
@@ -172,6 +172,7 @@ class Ledger:
         entry.stays = True
         self.counters.kept_for_time += 1
         self.counters.kept_for_time_bytes += entry.byte_count
+        self.upkeep.note_stay()
 
     def settle_in(self, entry: Entry, resident: Tensor) -> None:
         """Keep ``resident`` in memory as the data of ``entry``."""

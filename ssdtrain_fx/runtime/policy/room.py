@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 RESERVE_SHARE = 0.1
 """The share of the limit that tensors which stay leave free, for what the rest of the step still allocates. A guess."""
 FRESH_S = 0.05
-"""For how long one reading of the limit counts, because it takes 0.5 ms."""
+FRESH_FACTOR = 200
+"""For how long one reading of the limit counts: so many times as long as it took, about 1 ms, or ``FRESH_S``."""
 
 
 class Room:
@@ -42,7 +43,8 @@ class Room:
             return True
         now_s = self._clock()
         if now_s >= self._stale_s:
-            self._limit, self._stale_s, self._taken_bytes = self._read_limit(), now_s + FRESH_S, 0
+            self._limit, self._taken_bytes = self._read_limit(), 0
+            self._stale_s = now_s + max(FRESH_S, FRESH_FACTOR * (self._clock() - now_s))
         limit, taken_bytes = self._limit, self._taken_bytes + entry.byte_count
         if limit is None or limit.left_bytes - taken_bytes >= RESERVE_SHARE * limit.limit_bytes:
             self._taken_bytes = taken_bytes

@@ -67,14 +67,16 @@ class SlotAllocator:
         self.end_bytes = offset_bytes + size_bytes
         return self._take(offset_bytes, size_bytes)
 
-    def allocate_from_end(self, until_bytes: int) -> Slot | None:
-        """Allocate ``[end_bytes, until_bytes)`` as a slot. Returns None if the range is empty.
+    def allocate_tail(self, from_bytes: int, until_bytes: int) -> Slot | None:
+        """Allocate what is free at the end of ``[from_bytes, until_bytes)``. Returns None if nothing is.
 
         This keeps other slots out of the tail of the file while it is cut off.
         """
-        if until_bytes <= self.end_bytes:
+        offset_bytes = max(from_bytes, self.end_bytes)
+        if until_bytes <= offset_bytes:
             return None
-        offset_bytes = self.end_bytes
+        if offset_bytes > self.end_bytes:
+            self._free.append(Slot(self.end_bytes, offset_bytes - self.end_bytes))
         self.end_bytes = until_bytes
         return self._take(offset_bytes, until_bytes - offset_bytes)
 

@@ -20,11 +20,12 @@ from ssdtrain_fx.runtime.book.admission import BALANCE_LIMIT_S, MIN_STALL_SHARE,
 from ssdtrain_fx.runtime.book.ledger import Ledger
 from ssdtrain_fx.runtime.book.records import Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import HALF_LIFE_BYTES, Direction, RateMeter, Traffic
+from ssdtrain_fx.runtime.book.upkeep import KEPT_WINDOW
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.handles.tickets import Tickets
-from ssdtrain_fx.runtime.policy.room import FRESH_S, Room
+from ssdtrain_fx.runtime.policy.room import FRESH_FACTOR, FRESH_S, Room
 from ssdtrain_fx.runtime.policy.stalls import Stalls
 
 CHUNK_BYTES = 4096
@@ -332,6 +333,37 @@ def test_tensors_that_stay_count_until_the_limit_is_read_again() -> None:
     clock.move(FRESH_S)
     assert room.has(entry)
     assert len(readings) == 2
+
+
+def test_reading_the_limit_takes_a_small_share_of_the_time() -> None:
+    clock, limit = HandClock(), MemoryLimit(limit_bytes=100 * X.nbytes, used_bytes=0, source="test")
+    readings: list[float] = []
+
+    def read() -> MemoryLimit:
+        clock.move(0.01)
+        readings.append(clock())
+        return limit
+
+    room, entry = Room(read, clock), Entry(X, "x", X, X.nbytes, None)
+    for _ in range(100):
+        room.has(entry)
+        clock.move(0.1)
+    assert len(readings) <= 100 * 0.1 / (FRESH_FACTOR * 0.01) + 1
+
+
+@pytest.mark.parametrize(("every", "warnings"), [(3, 1), (5, 0)])
+def test_many_tensors_that_stay_are_reported_once(
+    file: SlowFile, caplog: pytest.LogCaptureFixture, every: int, warnings: int
+) -> None:
+    with engine_on(file) as engine:
+        for number in range(3 * KEPT_WINDOW):
+            engine._ledger.admission.admits = lambda stall_s, n=number: n % every > 0  # type: ignore[method-assign]
+            x = torch.arange(600)
+            engine.release(engine.offload(x, "x"), x)
+        engine.wait_until_idle()
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == warnings, found
+    assert all("tensors stayed in memory, because moving them would have taken more time than" in one for one in found)
 
 
 def test_tensors_of_other_devices_may_stay() -> None:

@@ -28,11 +28,12 @@ def test_agrees_with_a_map_of_blocks(calls: list[tuple[str, int]]) -> None:
             slots.free(slot)
             used -= blocks(slot)
         elif call == "tail":
-            end = slots.end_bytes
-            slot_or_none = slots.allocate_from_end(number * ALIGNMENT_BYTES)
-            assert (slot_or_none is None) == (number * ALIGNMENT_BYTES <= end)
+            until = number * ALIGNMENT_BYTES
+            start = max(slots.end_bytes, until // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+            slot_or_none = slots.allocate_tail(until // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES, until)
+            assert (slot_or_none is None) == (until <= start)
             if slot_or_none is not None:
-                assert slot_or_none == Slot(end, number * ALIGNMENT_BYTES - end)
+                assert slot_or_none == Slot(start, until - start)
                 used |= blocks(slot_or_none)
                 live.append(slot_or_none)
         elif call == "allocate":

@@ -39,6 +39,7 @@ def test_the_wheel_holds_every_module_of_the_package(wheel: zipfile.ZipFile) -> 
     assert "ssdtrain_fx/passes/__init__.py" in modules
     assert "ssdtrain_fx/runtime/__init__.py" in modules
     assert "ssdtrain_fx/report/page.html" in wheel.namelist()
+    assert {f"ssdtrain_fx/projection/{name}.json" for name in ("gpus", "drives")} <= set(wheel.namelist())
 
 
 def test_the_wheel_is_typed_and_licensed(wheel: zipfile.ZipFile) -> None:

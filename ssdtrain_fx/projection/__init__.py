@@ -1,0 +1,1 @@
+"""Projection: what training would take on machines that one does not have."""

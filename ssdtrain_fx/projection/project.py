@@ -1,0 +1,269 @@
+"""What training would take on machines that one does not have: memory, time, and wear of the drives.
+
+::
+
+    shapes --trace--> one micro-batch on one GPU --plan--> peak and exposed time --schedule--> step --> tokens/s, TB/day
+
+The micro-batch is traced and planned as the backend would, with a hardware profile made from data sheets. The rest is
+arithmetic, with the usual formulas:
+
+* Pipelines run 1F1B: of m micro-batches and p stages with v chunks of layers each, the bubble is
+  (p - 1) / (v m + p - 1), and the first stage holds min(p, m) micro-batches, or p + (p - 1) / v if v > 1
+  (Narayanan et al., 2021).
+* Tensor parallelism adds four all-reduces per layer, which nothing hides (Shoeybi et al., 2019). One of n bytes moves
+  2 n (t - 1) / t bytes.
+* FSDP gathers the parameters twice per micro-batch and reduces the gradients once (Zhao et al., 2023). In a pipeline,
+  only gradients and states are shared, and both happens once per step. What does not fit beside computation is exposed.
+* Adam with float32 states: 12 bytes per parameter, besides 2 each for the parameter and its gradient.
+* A drive lasts for its rated bytes divided by the rate of writes.
+
+Not in the model: stragglers, data loading, checkpoints, evaluation, context parallelism, and memory that the allocator
+cannot use.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.passes.planning.chains import choose_most
+from ssdtrain_fx.passes.planning.place_transfers import Choice, floor_bytes
+from ssdtrain_fx.passes.planning.transfer_problem import HostTier, TransferProblem
+from ssdtrain_fx.passes.planning.use_room import choose_within_time
+from ssdtrain_fx.projection.catalog import Drive, Gpu
+from ssdtrain_fx.projection.machine import Efficiency, machine
+from ssdtrain_fx.projection.parallelism import Parallelism
+from ssdtrain_fx.projection.trace import trace
+from ssdtrain_fx.projection.transformer import Shape, flops_per_token
+
+WEIGHT_BYTES = 2
+STATE_BYTES = 12
+"""Per parameter: a float32 copy and two moments."""
+CONTEXT_BYTES = 2 << 30
+"""What the driver, the libraries and the collectives take of a GPU. A guess."""
+NETWORK_BYTES_PER_S = 50e9
+"""Per GPU and direction, between nodes: 400 Gb/s."""
+DAY_S, YEAR_S = 86400.0, 365.25 * 86400.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """GPUs of one kind, and the drives of each."""
+
+    gpu: Gpu
+    drive: Drive
+    drives_per_gpu: float = 1
+    host_bytes_per_gpu: int = 0
+    """Pinned memory in which tensors may stay instead of going to a drive."""
+    network_bytes_per_s: float = NETWORK_BYTES_PER_S
+    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One way to hold the saved activations."""
+
+    activation_bytes: int
+    """Peak of what a GPU of the first stage holds for its micro-batches."""
+    memory_bytes: int
+    """With parameters, gradients, optimizer states and the context."""
+    fits: bool
+    step_s: float
+    """One optimizer step."""
+    exposed_s: float
+    """The part of it in which GPUs wait for drives, or for ops of the host."""
+    tokens_per_s: float
+    """Of the whole cluster."""
+    model_flops_share: float
+    """Of the nominal rate, by 6 FLOPs per parameter and token, and those of attention."""
+    written_bytes: int
+    """To the drives of one GPU, per optimizer step."""
+    host_bytes: int
+    """The most that is in the host tier."""
+
+    @property
+    def written_bytes_per_day(self) -> float:
+        return self.written_bytes / self.step_s * DAY_S
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """A model on a cluster, with its saved activations in memory and moved."""
+
+    shape: Shape
+    micro_batch: int
+    parallelism: Parallelism
+    cluster: Cluster
+    max_slowdown: float
+    state_bytes: int
+    """Parameters, gradients and optimizer states of one GPU."""
+    communication_s: float
+    """Exposed collectives of one optimizer step."""
+    update_s: float
+    keep: Outcome
+    offload: Outcome
+
+    @property
+    def lifetime_s(self) -> float:
+        """Until the drives of a GPU have taken the bytes that they are rated for."""
+        rated = self.cluster.drive.endurance_bytes * self.cluster.drives_per_gpu
+        written = self.offload.written_bytes
+        return rated / written * self.offload.step_s if written else float("inf")
+
+    @property
+    def drive_cost_usd(self) -> float | None:
+        price = self.cluster.drive.price_usd
+        return None if price is None else price * self.cluster.drives_per_gpu * self.parallelism.gpus
+
+
+class Workload:
+    """One micro-batch of a model on one GPU of a cluster. Tracing it takes seconds; projections take less."""
+
+    def __init__(self, shape: Shape, *, micro_batch: int, parallelism: Parallelism, cluster: Cluster) -> None:
+        """
+        Raises:
+            ConfigError: the sizes do not fit together.
+        """
+        if shape.layers % parallelism.pipeline:
+            raise ConfigError(f"{parallelism.pipeline} stages cannot share {shape.layers} layers equally.")
+        self.shape, self.micro_batch, self.parallelism = shape, micro_batch, parallelism
+        self._choices: dict[tuple[str, HostTier | None, float, bool], Choice] = {}
+        self._problem = trace(
+            dataclasses.replace(shape, layers=shape.layers // parallelism.pipeline),
+            micro_batch=micro_batch,
+            hardware=machine(cluster.gpu, cluster.drive, efficiency=cluster.efficiency),
+            tensor_parallel=parallelism.tensor,
+            with_head=parallelism.pipeline == 1,
+        )
+
+    def with_parallelism(self, **changes: Any) -> Workload:
+        """The same micro-batch in another schedule or on other numbers of data-parallel GPUs; it is not traced again.
+
+        Raises:
+            ConfigError: the numbers of stages or of tensor-parallel GPUs differ.
+        """
+        parallelism = dataclasses.replace(self.parallelism, **changes)
+        if (parallelism.tensor, parallelism.pipeline) != (self.parallelism.tensor, self.parallelism.pipeline):
+            raise ConfigError("With other stages or tensor-parallel GPUs, a micro-batch has to be traced again.")
+        other = copy.copy(self)
+        other.parallelism = parallelism
+        return other
+
+    def project(self, cluster: Cluster, *, max_slowdown: float = 0.02) -> Projection:
+        """What this takes on ``cluster``, which has the GPU and the efficiency that it was traced for."""
+        parallelism = self.parallelism
+        hardware = machine(cluster.gpu, cluster.drive, cluster.drives_per_gpu, efficiency=cluster.efficiency)
+        host = HostTier(budget_bytes=cluster.host_bytes_per_gpu) if cluster.host_bytes_per_gpu else None
+        problem = dataclasses.replace(self._problem, hardware=hardware, host=host)
+        choice = self._choose(problem, max_slowdown)
+        state_bytes, communication_s, update_s = self._states(), self._communication_s(cluster), self._update_s(cluster)
+
+        def outcome(choice: Choice | None) -> Outcome:
+            return self._outcome(problem, choice, cluster, state_bytes, communication_s + update_s)
+
+        return Projection(
+            shape=self.shape,
+            micro_batch=self.micro_batch,
+            parallelism=parallelism,
+            cluster=cluster,
+            max_slowdown=max_slowdown,
+            state_bytes=state_bytes,
+            communication_s=communication_s,
+            update_s=update_s,
+            keep=outcome(None),
+            offload=outcome(choice),
+        )
+
+    def _choose(self, problem: TransferProblem, max_slowdown: float) -> Choice:
+        """The best plan. It does not depend on how many GPUs share the data, so sweeps over them make one."""
+        key = problem.hardware.to_json(), problem.host, max_slowdown, self.parallelism.in_flight > 1
+        if key not in self._choices:
+            if self.parallelism.in_flight > 1:
+                self._choices[key] = choose_most(problem, max_slowdown=max_slowdown)
+            else:
+                floor = floor_bytes(problem)
+                self._choices[key] = choose_within_time(problem, max_slowdown=max_slowdown, floor_bytes=floor)
+        return self._choices[key]
+
+    def _outcome(
+        self, problem: TransferProblem, choice: Choice | None, cluster: Cluster, state_bytes: int, other_s: float
+    ) -> Outcome:
+        parallelism = self.parallelism
+        moved = {} if choice is None else {movable.idx: movable.size_bytes for movable in problem.movables}
+        placements = {} if choice is None else choice.placements
+        moved_bytes = sum(moved[idx] for idx in placements)
+        written_bytes = sum(moved[idx] for idx, placement in placements.items() if placement.tier == "ssd")
+        exposed_s = 0.0 if choice is None else choice.simulation.exposed_s
+        peak_bytes = int(problem.kept_live_bytes.max()) if choice is None else choice.peak_bytes
+        # Every other micro-batch in flight leaves what it has saved and not moved.
+        waiting_bytes = int(problem.kept_live_bytes[problem.marker]) - moved_bytes
+        activation_bytes = peak_bytes + int((parallelism.in_flight - 1) * waiting_bytes)
+        memory_bytes = activation_bytes + state_bytes + CONTEXT_BYTES
+        step_s = parallelism.slots * (problem.step_s + exposed_s) + other_s
+        tokens = self.micro_batch * self.shape.sequence * parallelism.micro_batches * parallelism.data
+        flops = tokens * flops_per_token(self.shape)
+        peak_flops = parallelism.gpus * cluster.gpu.flops_per_s["bfloat16"]
+        return Outcome(
+            activation_bytes=activation_bytes,
+            memory_bytes=memory_bytes,
+            fits=memory_bytes <= cluster.gpu.memory_bytes,
+            step_s=step_s,
+            exposed_s=parallelism.slots * exposed_s,
+            tokens_per_s=tokens / step_s,
+            model_flops_share=flops / step_s / peak_flops,
+            written_bytes=written_bytes * parallelism.micro_batches,
+            host_bytes=0 if choice is None else choice.simulation.host_peak_bytes,
+        )
+
+    @property
+    def _gpu_parameters(self) -> int:
+        """Of one stage and one tensor-parallel GPU."""
+        shape, parallelism = self.shape, self.parallelism
+        layers = (shape.parameters - shape.embedding_parameters) // parallelism.pipeline
+        return (layers + shape.embedding_parameters) // parallelism.tensor
+
+    def _states(self) -> int:
+        parameters, parallelism = self._gpu_parameters, self.parallelism
+        if not parallelism.fsdp or parallelism.data == 1:
+            return parameters * (2 * WEIGHT_BYTES + STATE_BYTES)
+        shared = (WEIGHT_BYTES + STATE_BYTES) * parameters // parallelism.data
+        if parallelism.pipeline > 1:
+            return shared + WEIGHT_BYTES * parameters
+        # Two layers are gathered at a time: one computes, and the next one arrives.
+        gathered = 2 * self.shape.layer_parameters // parallelism.tensor
+        return shared + WEIGHT_BYTES * (parameters // parallelism.data + gathered)
+
+    def _communication_s(self, cluster: Cluster) -> float:
+        shape, parallelism, efficiency = self.shape, self.parallelism, cluster.efficiency.network
+        exposed_s = 0.0
+        if parallelism.tensor > 1:
+            bandwidth = self._bandwidth(cluster, parallelism.tensor)
+            activation = self.micro_batch * shape.sequence * shape.hidden * WEIGHT_BYTES
+            moved = 2 * activation * (parallelism.tensor - 1) / parallelism.tensor
+            exposed_s += (
+                parallelism.slots * 4 * (shape.layers // parallelism.pipeline) * moved / (efficiency * bandwidth)
+            )
+        if parallelism.data > 1:
+            bandwidth = self._bandwidth(cluster, parallelism.gpus)
+            others = (parallelism.data - 1) / parallelism.data
+            once = self._gpu_parameters * WEIGHT_BYTES * others / (efficiency * bandwidth)
+            if parallelism.fsdp and parallelism.pipeline == 1:
+                exposed_s += parallelism.micro_batches * max(0.0, 3 * once - self._problem.step_s)
+            else:
+                exposed_s += max(0.0, 2 * once - self._problem.step_s)
+        return exposed_s
+
+    def _bandwidth(self, cluster: Cluster, gpus: int) -> float:
+        """Of the slowest link between so many neighbouring GPUs."""
+        within = gpus <= cluster.gpu.gpus_per_node
+        return (
+            cluster.gpu.link_bytes_per_s if within else min(cluster.network_bytes_per_s, cluster.gpu.link_bytes_per_s)
+        )
+
+    def _update_s(self, cluster: Cluster) -> float:
+        """Adam reads and writes its states, and reads gradients and writes parameters."""
+        shared = self.parallelism.data if self.parallelism.fsdp else 1
+        moved = self._gpu_parameters / shared * 2 * (STATE_BYTES + WEIGHT_BYTES)
+        return moved / (cluster.efficiency.memory * cluster.gpu.memory_bytes_per_s)

@@ -1,0 +1,68 @@
+"""The planning problem of one forward and backward on one GPU of a machine, without that machine: shapes are enough."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.errors import ConfigError
+from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
+from ssdtrain_fx.projection.stretch import stretch
+from ssdtrain_fx.projection.transformer import Shape, Transformer
+from ssdtrain_fx.report.explain import explain
+
+TRACED_LAYERS = (5, 9)
+"""Tried in this order. Inductor may treat every second layer differently, and then five are too few."""
+
+
+def trace(
+    shape: Shape,
+    *,
+    micro_batch: int,
+    hardware: Hardware,
+    tensor_parallel: int = 1,
+    with_head: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> TransferProblem:
+    """Trace a step of a transformer. A deep one is traced with a few layers, and the others are added.
+
+    Raises:
+        ConfigError: a size is impossible, or the layers of a deep one do not repeat.
+    """
+    if micro_batch < 1:
+        raise ConfigError(f"The micro-batch is {micro_batch}; expected at least 1.")
+    error: ConfigError | None = None
+    for few in TRACED_LAYERS:
+        for traced in (few, few + 1):
+            if shape.layers <= traced or shape.family == "t5":
+                return _trace(shape, micro_batch, hardware, tensor_parallel, with_head, dtype)
+            small = dataclasses.replace(shape, layers=traced)
+            problem = _trace(small, micro_batch, hardware, tensor_parallel, with_head, dtype)
+            try:
+                return stretch(problem, traced, shape.layers)
+            except ConfigError as failure:
+                error = failure
+    assert error is not None
+    raise error
+
+
+def _trace(
+    shape: Shape, micro_batch: int, hardware: Hardware, tensor_parallel: int, with_head: bool, dtype: torch.dtype
+) -> TransferProblem:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with FakeTensorMode():
+            module = Transformer(shape, tensor_parallel, with_head=with_head)
+            tokens = torch.empty(micro_batch, shape.sequence, dtype=torch.int64)
+            labels = torch.empty(micro_batch, shape.sequence, dtype=torch.int64)
+            config = OffloadConfig(hardware=hardware, recompute=False, max_slowdown=0.0)
+            report = explain(module, tokens, labels, config=config)
+    finally:
+        torch.set_default_dtype(before)
+    (graph,) = report.graphs
+    return graph.problem

@@ -242,9 +242,8 @@ class Workload:
             bandwidth = self._bandwidth(cluster, parallelism.tensor)
             activation = self.micro_batch * shape.sequence * shape.hidden * WEIGHT_BYTES
             moved = 2 * activation * (parallelism.tensor - 1) / parallelism.tensor
-            exposed_s += (
-                parallelism.slots * 4 * (shape.layers // parallelism.pipeline) * moved / (efficiency * bandwidth)
-            )
+            count = 4 * shape.layers // parallelism.pipeline
+            exposed_s += parallelism.slots * count * moved / (efficiency * bandwidth)
         if parallelism.data > 1:
             bandwidth = self._bandwidth(cluster, parallelism.gpus)
             others = (parallelism.data - 1) / parallelism.data
@@ -257,10 +256,8 @@ class Workload:
 
     def _bandwidth(self, cluster: Cluster, gpus: int) -> float:
         """Of the slowest link between so many neighbouring GPUs."""
-        within = gpus <= cluster.gpu.gpus_per_node
-        return (
-            cluster.gpu.link_bytes_per_s if within else min(cluster.network_bytes_per_s, cluster.gpu.link_bytes_per_s)
-        )
+        link = cluster.gpu.link_bytes_per_s
+        return link if gpus <= cluster.gpu.gpus_per_node else min(cluster.network_bytes_per_s, link)
 
     def _update_s(self, cluster: Cluster) -> float:
         """Adam reads and writes its states, and reads gradients and writes parameters."""

@@ -78,8 +78,8 @@ def stretch(problem: TransferProblem, traced_layers: int, layers: int) -> Transf
         )
     if added < 0 or added % together:
         raise ConfigError(
-            f"{together} layers repeat together, so {added} cannot be added to the {traced_layers} that were traced. Trace "
-            f"{traced_layers + added % together}."
+            f"{together} layers repeat together, so {added} cannot be added to the {traced_layers} traced ones. "
+            f"Trace {traced_layers + added % together}."
         )
     tails = [] if tail is None or not tail.repeats(together) else [tail.of(together)]
     parts = [*tails, backward.of(together)]
@@ -229,7 +229,7 @@ class _Stretching:
         return [self._moved(movable, None)]
 
     def _moved(self, movable: Movable, number: int | None) -> Movable:
-        """``movable`` as that of the added layer ``number``. 0: of the copied layer itself. None: of no copied layer."""
+        """``movable`` as that of the added layer ``number``. 0: of the copied layer. None: of no copied layer."""
         is_early = number is None and movable.offload <= self._layer
 
         def moved(position: int) -> int:

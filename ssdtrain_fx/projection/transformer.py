@@ -91,8 +91,8 @@ def share(shape: Shape, tensor_parallel: int) -> Shape:
     """Check that ``tensor_parallel`` GPUs can share a layer. Raises ConfigError."""
     if tensor_parallel < 1 or shape.heads % tensor_parallel or shape.ffn % tensor_parallel:
         raise ConfigError(
-            f"{tensor_parallel} GPUs cannot share a layer with {shape.heads} heads and a feed-forward width of {shape.ffn}: "
-            "both must be multiples of it."
+            f"{tensor_parallel} GPUs cannot share a layer with {shape.heads} heads and a feed-forward width of "
+            f"{shape.ffn}: both must be multiples of it."
         )
     return shape
 

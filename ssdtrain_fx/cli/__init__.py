@@ -12,6 +12,7 @@ from ssdtrain_fx.cli.demo import demo
 from ssdtrain_fx.cli.doctor import doctor
 from ssdtrain_fx.cli.explain import explain
 from ssdtrain_fx.cli.probe import probe
+from ssdtrain_fx.cli.project import project
 from ssdtrain_fx.cli.rok import rok
 from ssdtrain_fx.cli.run_pass import run_one_pass
 
@@ -38,6 +39,6 @@ def _main(
     del version  # handled by its callback
 
 
-for command in (bench, demo, doctor, explain, probe, rok):
+for command in (bench, demo, doctor, explain, probe, project, rok):
     app.command()(command)
 app.command("pass")(run_one_pass)

@@ -30,6 +30,11 @@ def trace(
 ) -> TransferProblem:
     """Trace a step of a transformer. A deep one is traced with a few layers, and the others are added.
 
+    Args:
+        micro_batch: samples.
+        tensor_parallel: how many GPUs share each layer.
+        with_head: False: the first stage of a pipeline.
+
     Raises:
         ConfigError: a size is impossible, or the layers of a deep one do not repeat.
     """
@@ -38,10 +43,17 @@ def trace(
     error: ConfigError | None = None
     for few in TRACED_LAYERS:
         for traced in (few, few + 1):
-            if shape.layers <= traced or shape.family == "t5":
-                return _trace(shape, micro_batch, hardware, tensor_parallel, with_head, dtype)
-            small = dataclasses.replace(shape, layers=traced)
-            problem = _trace(small, micro_batch, hardware, tensor_parallel, with_head, dtype)
+            is_deep = shape.layers > traced and shape.family != "t5"  # whose two halves are different
+            problem = trace_whole(
+                dataclasses.replace(shape, layers=traced) if is_deep else shape,
+                micro_batch=micro_batch,
+                hardware=hardware,
+                tensor_parallel=tensor_parallel,
+                with_head=with_head,
+                dtype=dtype,
+            )
+            if not is_deep:
+                return problem
             try:
                 return stretch(problem, traced, shape.layers)
             except ConfigError as failure:
@@ -50,9 +62,16 @@ def trace(
     raise error
 
 
-def _trace(
-    shape: Shape, micro_batch: int, hardware: Hardware, tensor_parallel: int, with_head: bool, dtype: torch.dtype
+def trace_whole(
+    shape: Shape,
+    *,
+    micro_batch: int,
+    hardware: Hardware,
+    tensor_parallel: int = 1,
+    with_head: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> TransferProblem:
+    """Trace all layers, which takes about a second for five of them."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

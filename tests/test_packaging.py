@@ -39,7 +39,8 @@ def test_the_wheel_holds_every_module_of_the_package(wheel: zipfile.ZipFile) -> 
     assert "ssdtrain_fx/passes/__init__.py" in modules
     assert "ssdtrain_fx/runtime/__init__.py" in modules
     assert "ssdtrain_fx/report/page.html" in wheel.namelist()
-    assert {f"ssdtrain_fx/projection/{name}.json" for name in ("gpus", "drives")} <= set(wheel.namelist())
+    data = ("gpus.json", "drives.json", "page.html")
+    assert {f"ssdtrain_fx/projection/{name}" for name in data} <= set(wheel.namelist())
 
 
 def test_the_wheel_is_typed_and_licensed(wheel: zipfile.ZipFile) -> None:

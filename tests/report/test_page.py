@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+from chromium import OpenedFile, launched, needs_chromium
 
 from ssdtrain_fx import OffloadConfig, Report, explain
 from ssdtrain_fx.passes.analysis.node_calls import CostSources, Unmeasured
@@ -20,50 +20,22 @@ from ssdtrain_fx.report.decisions import STYLES
 from ssdtrain_fx.report.page import render_page
 from ssdtrain_fx.studies.zoo import build
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SWITCHES = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-)
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no program chromium, chromium-browser or google-chrome")
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One browser for all tests. Every test opens its own pages."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=[*SWITCHES])
+    with launched() as browser:
         yield browser
-        browser.close()
 
 
-class Opened:
-    """An open page, with its console messages, errors and requests."""
+class Opened(OpenedFile):
+    """The page of a report."""
 
     def __init__(self, browser: Any, report: Report, directory: Path, **options: Any) -> None:
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        self.page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.url = report.save(directory / "report.html").as_uri()
-        self.page.goto(self.url)
+        super().__init__(browser, report.save(directory / "report.html"), **options)
 
     def names(self) -> list[str]:
         """The name of the first storage of every visible row."""
         return [text.split(" ")[0] for text in self.page.locator("#rows tr td:nth-child(2) button").all_inner_texts()]
-
-    def close(self) -> None:
-        """Check that the page logged nothing and loaded nothing, and close it."""
-        assert self.complaints == []
-        assert [url for url in self.requests if url != self.url and not url.startswith("data:")] == []
-        self.page.close()
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from typing import Any
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.passes.planning.chains import choose_most
 from ssdtrain_fx.passes.planning.place_transfers import Choice, floor_bytes
+from ssdtrain_fx.passes.planning.simulate import simulate
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier, TransferProblem
 from ssdtrain_fx.passes.planning.use_room import choose_within_time
 from ssdtrain_fx.projection.catalog import Drive, Gpu
@@ -129,7 +130,7 @@ class Workload:
         if shape.layers % parallelism.pipeline:
             raise ConfigError(f"{parallelism.pipeline} stages cannot share {shape.layers} layers equally.")
         self.shape, self.micro_batch, self.parallelism = shape, micro_batch, parallelism
-        self._choices: dict[tuple[str, HostTier | None, float, bool], Choice] = {}
+        self._choices: dict[tuple[str, HostTier | None, float, bool], tuple[Choice, int]] = {}
         self._problem = trace(
             dataclasses.replace(shape, layers=shape.layers // parallelism.pipeline),
             micro_batch=micro_batch,
@@ -157,11 +158,11 @@ class Workload:
         hardware = machine(cluster.gpu, cluster.drive, cluster.drives_per_gpu, efficiency=cluster.efficiency)
         host = HostTier(budget_bytes=cluster.host_bytes_per_gpu) if cluster.host_bytes_per_gpu else None
         problem = dataclasses.replace(self._problem, hardware=hardware, host=host)
-        choice = self._choose(problem, max_slowdown)
+        choice, written_bytes = self._choose(problem, max_slowdown)
         state_bytes, communication_s, update_s = self._states(), self._communication_s(cluster), self._update_s(cluster)
 
-        def outcome(choice: Choice | None) -> Outcome:
-            return self._outcome(problem, choice, cluster, state_bytes, communication_s + update_s)
+        def outcome(choice: Choice | None, written_bytes: int) -> Outcome:
+            return self._outcome(problem, choice, written_bytes, cluster, state_bytes, communication_s + update_s)
 
         return Projection(
             shape=self.shape,
@@ -172,29 +173,35 @@ class Workload:
             state_bytes=state_bytes,
             communication_s=communication_s,
             update_s=update_s,
-            keep=outcome(None),
-            offload=outcome(choice),
+            keep=outcome(None, 0),
+            offload=outcome(choice, written_bytes),
         )
 
-    def _choose(self, problem: TransferProblem, max_slowdown: float) -> Choice:
-        """The best plan. It does not depend on how many GPUs share the data, so sweeps over them make one."""
+    def _choose(self, problem: TransferProblem, max_slowdown: float) -> tuple[Choice, int]:
+        """The best plan, and what it writes per micro-batch. Neither depends on how many GPUs share the data, so sweeps
+        over them make one."""
         key = problem.hardware.to_json(), problem.host, max_slowdown, self.parallelism.in_flight > 1
         if key not in self._choices:
             if self.parallelism.in_flight > 1:
-                self._choices[key] = choose_most(problem, max_slowdown=max_slowdown)
+                choice = choose_most(problem, max_slowdown=max_slowdown)
+                self._choices[key] = choice, _moved_bytes(problem, choice)
             else:
                 floor = floor_bytes(problem)
-                self._choices[key] = choose_within_time(problem, max_slowdown=max_slowdown, floor_bytes=floor)
+                choice = choose_within_time(problem, max_slowdown=max_slowdown, floor_bytes=floor)
+                self._choices[key] = choice, _written_bytes(problem, choice)
         return self._choices[key]
 
     def _outcome(
-        self, problem: TransferProblem, choice: Choice | None, cluster: Cluster, state_bytes: int, other_s: float
+        self,
+        problem: TransferProblem,
+        choice: Choice | None,
+        written_bytes: int,
+        cluster: Cluster,
+        state_bytes: int,
+        other_s: float,
     ) -> Outcome:
         parallelism = self.parallelism
-        moved = {} if choice is None else {movable.idx: movable.size_bytes for movable in problem.movables}
-        placements = {} if choice is None else choice.placements
-        moved_bytes = sum(moved[idx] for idx in placements)
-        written_bytes = sum(moved[idx] for idx, placement in placements.items() if placement.tier == "ssd")
+        moved_bytes = 0 if choice is None else _moved_bytes(problem, choice)
         exposed_s = 0.0 if choice is None else choice.simulation.exposed_s
         peak_bytes = int(problem.kept_live_bytes.max()) if choice is None else choice.peak_bytes
         # Every other micro-batch in flight leaves what it has saved and not moved.
@@ -264,3 +271,17 @@ class Workload:
         shared = self.parallelism.data if self.parallelism.fsdp else 1
         moved = self._gpu_parameters / shared * 2 * (STATE_BYTES + WEIGHT_BYTES)
         return moved / (cluster.efficiency.memory * cluster.gpu.memory_bytes_per_s)
+
+
+def _moved_bytes(problem: TransferProblem, choice: Choice) -> int:
+    """Of all storages that leave memory."""
+    return sum(movable.size_bytes for movable in problem.movables if movable.idx in choice.placements)
+
+
+def _written_bytes(problem: TransferProblem, choice: Choice) -> int:
+    """To drives, by one micro-batch alone. A write that has not begun when its storage is needed again never does."""
+    sizes = {movable.idx: movable.size_bytes for movable in problem.movables}
+    transfers = simulate(problem, choice.placements, record=True).transfers
+    needed_s = {transfer.idx: transfer.begin_s for transfer in transfers if transfer.channel == "staging"}
+    writes = [transfer for transfer in transfers if transfer.channel == "write"]
+    return sum(sizes[write.idx] for write in writes if write.begin_s < needed_s.get(write.idx, float("inf")))

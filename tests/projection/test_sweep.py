@@ -81,6 +81,14 @@ def test_offloading_lowers_the_activations_within_the_allowed_time(both: tuple[W
         assert one.keep.exposed_s == 0 and one.offload.exposed_s <= allowed_s + 1e-9
 
 
+def test_drives_write_no_faster_than_they_can(both: tuple[Workload, Sweep]) -> None:
+    """Also where they are so slow that most storages are needed again before their write begins."""
+    _, found = both
+    for one in found.projections:
+        rate = one.cluster.drive.write_bytes_per_s * one.cluster.drives_per_gpu
+        assert one.offload.written_bytes / one.offload.step_s <= rate
+
+
 def test_what_the_number_of_gpus_changes(both: tuple[Workload, Sweep]) -> None:
     _, found = both
     for fewer, more in neighbours(found, DATA):

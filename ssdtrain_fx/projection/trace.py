@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -14,6 +15,7 @@ from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
 from ssdtrain_fx.projection.stretch import stretch
 from ssdtrain_fx.projection.transformer import Shape, Transformer
 from ssdtrain_fx.report.explain import explain
+from ssdtrain_fx.report.graph_report import GraphReport
 
 TRACED_LAYERS = (5, 9)
 """Tried in this order. Inductor may treat every second layer differently, and then five are too few."""
@@ -71,7 +73,8 @@ def trace_whole(
     with_head: bool = True,
     dtype: torch.dtype = torch.bfloat16,
 ) -> TransferProblem:
-    """Trace all layers, which takes about a second for five of them."""
+    """Trace all layers, which takes about a second for five of them. Gradients of parameters do not count as memory:
+    they are part of the states of a GPU."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -84,4 +87,18 @@ def trace_whole(
     finally:
         torch.set_default_dtype(before)
     (graph,) = report.graphs
-    return graph.problem
+    return _without_gradients(graph)
+
+
+def _without_gradients(graph: GraphReport) -> TransferProblem:
+    """The problem if each gradient is added to a buffer of its parameter as soon as it is complete, as with several
+    micro-batches. The buffers count as states, not as activations."""
+    problem, schedule = graph.problem, graph.timeline.before
+    end = len(problem.node_s)
+    assert len(schedule.nodes) == end  # nothing was rewritten before planning
+    change = np.zeros(end + 1, dtype=np.int64)
+    for span in schedule.live:
+        if span.end == end and span.start > problem.marker:
+            change[span.start + 1] -= span.size_bytes
+    fixed = np.array(problem.fixed_live_bytes, dtype=np.int64) + np.cumsum(change)[:end]
+    return dataclasses.replace(problem, fixed_live_bytes=tuple(fixed.tolist()))

@@ -144,6 +144,14 @@ def test_published_models_have_the_published_size(name: str, billions: float) ->
     assert MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.03)
 
 
+def test_gradients_of_parameters_are_states_not_activations() -> None:
+    """A layer has 3 MiB of parameters and no activation to speak of."""
+    shape = dataclasses.replace(SHAPE, family="gpt", kv_heads=8, hidden=1024, ffn=4096, vocab=64, sequence=1, layers=6)
+    problem = trace(shape, micro_batch=1, hardware=machine(CLUSTER.gpu, CLUSTER.drive))
+    largest = 2 * 4 * 1024 * 1024  # bytes of the gradient of one matrix
+    assert largest <= problem.kept_live_bytes.max() < 2.5 * largest < 2 * shape.parameters
+
+
 def test_flops_of_a_token() -> None:
     shape = find_model("llama-3-8b")
     weights = shape.parameters - shape.vocab * shape.hidden  # looking up an embedding is no product

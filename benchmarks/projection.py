@@ -1,6 +1,7 @@
 """Compare projections with what was measured elsewhere, and project SSDTrain's nine cases.
 
-    python benchmarks/projection.py --json projection.json
+    python benchmarks/projection.py --json benchmarks/results/projection.json
+    python benchmarks/projection.py --markdown benchmarks/results/projection.json
 
 1. *Validation.* The same model as ``ssdtrain-fx project`` predicts runs whose figures are published, or were measured
    with ``benchmarks/gpu.py``. The ratio of both is the error.
@@ -10,7 +11,8 @@
    vocabulary and heads are guesses: 0.1, 32,768 and 128 wide.
 3. *Exposed time* of a GPT-2 XL and a Llama-3 8B on an A100, an H100 and an H200, with one drive and four.
 
-Nothing is measured here, so the machine does not matter.
+Nothing is measured here, so the machine does not matter. ``--markdown`` prints the tables of
+docs/howto/projections.md, and a test compares them with the results.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from ssdtrain_fx.projection.transformer import Family, Shape
 
 GIB = 1 << 30
 H200_GPT2 = Shape(family="gpt", layers=24, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32768, sequence=512)
+MEGATRON = Shape(family="gpt", layers=80, hidden=12288, heads=96, kv_heads=96, ffn=49152, vocab=51200, sequence=2048)
 CASES = ((8192, 4), (12288, 3), (16384, 2))
 FAMILIES: tuple[Family, ...] = ("bert", "t5", "gpt")
 LOCKED_SHARE = 765 / 1410
@@ -79,13 +82,13 @@ PUBLISHED = (
         flops_share=0.41,
     ),
     Published(
-        name="GPT-3 175B, 1,024 A100 80 GB",
-        shape=find_model("gpt3-175b"),
+        name="GPT 145.6B, 1,536 A100",
+        shape=MEGATRON,
         gpu="a100 sxm",
         micro_batch=1,
-        parallelism=Parallelism(data=10, tensor=8, pipeline=12, chunks=1, micro_batches=153),
-        source="Megatron-LM, arXiv 2104.04473, table 1: 51 % with recomputation counted, so 0.75 of it here",
-        flops_share=0.38,
+        parallelism=Parallelism(data=24, tensor=8, pipeline=8, micro_batches=96),
+        source="Megatron-LM, arXiv 2104.04473, table 1; it counts the FLOPs of recomputation, which take the same time",
+        flops_share=0.47,
     ),
     Published(
         name="GPT-2 of 24 layers, hidden 1024, one H200",
@@ -116,14 +119,14 @@ def validate() -> list[dict[str, Any]]:
     return rows
 
 
-def nine_cases(max_slowdown: float) -> list[dict[str, Any]]:
+def nine_cases(max_slowdown: float, cases: Sequence[tuple[int, int]] = CASES) -> list[dict[str, Any]]:
     whole = find_gpu("a100 pcie 40")
     locked = dataclasses.replace(
         whole, flops_per_s={name: LOCKED_SHARE * rate for name, rate in whole.flops_per_s.items()}
     )
     hardware = machine(locked, find_drive("p5800x"), 3.5, efficiency=Efficiency())
     rows: list[dict[str, Any]] = []
-    for hidden, layers in CASES:
+    for hidden, layers in cases:
         for family in FAMILIES:
             shape = Shape(
                 family=family,
@@ -149,7 +152,6 @@ def nine_cases(max_slowdown: float) -> list[dict[str, Any]]:
                     "offload_peak_bytes": choice.peak_bytes,
                     "reduction": 1.0 - choice.peak_bytes / before,
                     "floor_bytes": floor_bytes(problem),
-                    "largest_reduction": 1.0 - floor_bytes(problem) / before,
                     "offloaded_bytes": offloaded,
                     "saved_bytes": int(problem.kept_live_bytes[problem.marker]),
                     "step_s": problem.step_s,
@@ -174,6 +176,8 @@ def exposed_times() -> list[dict[str, Any]]:
                     rows.append(
                         {
                             "model": name,
+                            "micro_batch": micro_batch,
+                            "sequence": shape.sequence,
                             "gpu": cluster.gpu.name,
                             "drives": count,
                             "max_slowdown": max_slowdown,
@@ -187,40 +191,62 @@ def exposed_times() -> list[dict[str, Any]]:
     return rows
 
 
-def show(results: Mapping[str, list[dict[str, Any]]], console: Console) -> None:
-    table = Table("run", "projected", "published", "projected time / published", title="Validation")
+def tables(results: Mapping[str, list[dict[str, Any]]]) -> dict[str, list[list[str]]]:
+    """The tables of docs/howto/projections.md: rows of cells, by the key of the results, the head first."""
+    validation = [["run", "projected", "published", "projected time / published", "source"]]
     for row in results["validation"]:
         kind, form = ("flops_share", "{:.1%}") if "flops_share" in row else ("step_s", "{:.4f} s")
         figures = form.format(row[kind]), form.format(row[f"published_{kind}"])
-        table.add_row(row["name"], *figures, f"{row['time_ratio']:.2f}")
-    console.print(table)
-    table = Table("case", "peak", "offloaded", "reduction", "at most", "exposed", title="SSDTrain's nine cases")
+        validation.append([row["name"], *figures, f"{row['time_ratio']:.2f}", row["source"]])
+    cases = [["case", "peak", "offloaded", "reduction", "exposed", "write rate"]]
     for row in results["nine_cases"]:
-        table.add_row(
-            f"{row['family']} ({row['hidden']}, {row['layers']})",
-            *(f"{row[name] / GIB:.1f} GiB" for name in ("peak_bytes", "offload_peak_bytes")),
-            *(f"{row[name]:.0%}" for name in ("reduction", "largest_reduction")),
-            f"{row['exposed_s'] / row['step_s']:.1%}",
+        cases.append(
+            [
+                f"{row['family'].upper()} ({row['hidden']}, {row['layers']})",
+                *(f"{row[name] / GIB:.1f} GiB" for name in ("peak_bytes", "offload_peak_bytes")),
+                f"{row['reduction']:.0%}" + (", the floor" if row["offload_peak_bytes"] <= row["floor_bytes"] else ""),
+                f"{row['exposed_s'] / row['step_s']:.1%}",
+                f"{row['needed_write_bytes_per_s'] / 1e9:.1f} GB/s",
+            ]
         )
-    console.print(table)
-    table = Table("model", "GPU", "drives", "allowed", "peak", "offloaded", "exposed", title="Exposed time")
+    exposed = [["model", "GPU", "drives", "allowed", "peak", "offloaded", "exposed, of a micro-batch"]]
     for row in results["exposed"]:
-        table.add_row(
-            row["model"],
-            row["gpu"],
-            str(row["drives"]),
-            f"{row['max_slowdown']:.0%}",
-            *(f"{row[name] / GIB:.1f} GiB" for name in ("peak_bytes", "offload_peak_bytes")),
-            f"{row['exposed_s'] * 1e3:.1f} ms of {row['micro_batch_s'] * 1e3:.0f}",
+        exposed.append(
+            [
+                f"{row['model']}, {row['micro_batch']} x {row['sequence']}",
+                row["gpu"],
+                str(row["drives"]),
+                f"{row['max_slowdown']:.0%}",
+                *(f"{row[name] / GIB:.1f} GiB" for name in ("peak_bytes", "offload_peak_bytes")),
+                f"{row['exposed_s'] * 1e3:.0f} of {row['micro_batch_s'] * 1e3:.0f} ms",
+            ]
         )
-    console.print(table)
+    return {"validation": validation, "nine_cases": cases, "exposed": exposed}
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+def show(results: Mapping[str, list[dict[str, Any]]], console: Console) -> None:
+    for rows in tables(results).values():
+        table = Table(*rows[0])
+        for row in rows[1:]:
+            table.add_row(*row)
+        console.print(table)
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Projections against published figures.")
     parser.add_argument("--max-slowdown", type=float, default=0.02, help="of the nine cases (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--markdown", type=Path, help="print the tables of these results, and project nothing")
     chosen = parser.parse_args(arguments)
+    if chosen.markdown is not None:
+        for rows in tables(json.loads(chosen.markdown.read_text())).values():
+            print(markdown(rows), end="\n\n")
+        return 0
     results = {
         "validation": validate(),
         "nine_cases": nine_cases(chosen.max_slowdown),

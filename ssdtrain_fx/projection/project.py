@@ -279,9 +279,14 @@ def _moved_bytes(problem: TransferProblem, choice: Choice) -> int:
 
 
 def _written_bytes(problem: TransferProblem, choice: Choice) -> int:
-    """To drives, by one micro-batch alone. A write that has not begun when its storage is needed again never does."""
+    """To drives, by one micro-batch alone: what is not yet written when its storage is needed again never is."""
     sizes = {movable.idx: movable.size_bytes for movable in problem.movables}
     transfers = simulate(problem, choice.placements, record=True).transfers
     needed_s = {transfer.idx: transfer.begin_s for transfer in transfers if transfer.channel == "staging"}
-    writes = [transfer for transfer in transfers if transfer.channel == "write"]
-    return sum(sizes[write.idx] for write in writes if write.begin_s < needed_s.get(write.idx, float("inf")))
+    written = 0.0
+    for write in transfers:
+        if write.channel == "write":
+            until_s = min(write.end_s, needed_s.get(write.idx, write.end_s))
+            share = (until_s - write.begin_s) / (write.end_s - write.begin_s)
+            written += sizes[write.idx] * max(0.0, share)
+    return int(written)

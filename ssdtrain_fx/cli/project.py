@@ -10,13 +10,15 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget
+from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, check_target
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.projection.catalog import drives, find_drive, find_gpu, gpus
 from ssdtrain_fx.projection.machine import Efficiency
 from ssdtrain_fx.projection.models import MODELS, find_model
+from ssdtrain_fx.projection.page import render_page
 from ssdtrain_fx.projection.parallelism import Parallelism
 from ssdtrain_fx.projection.project import Cluster, Outcome, Projection, Workload
+from ssdtrain_fx.projection.sweep import sweep
 from ssdtrain_fx.report.endurance import TB, format_lifetime
 from ssdtrain_fx.units import format_bytes
 
@@ -48,6 +50,10 @@ def project(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the result to this file; - prints it.")
     ] = None,
+    page_path: Annotated[
+        Path | None,
+        typer.Option("--page", dir_okay=False, help="Write a page with sliders for drives, slowdown and GPUs."),
+    ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="Show the catalogue, and stop.")] = False,
 ) -> None:
     """Project memory, time and wear of drives for a model on machines that one does not have.
@@ -61,6 +67,8 @@ def project(
     """
     target = JsonTarget(json_path)
     console = target.console
+    if page_path is not None:
+        check_target(page_path, "--page")
     if show_list:
         console.print(_catalogue())
         return
@@ -81,6 +89,7 @@ def project(
         )
         workload = Workload(shape, micro_batch=micro_batch, parallelism=parallelism, cluster=cluster)
         projection = workload.project(cluster, max_slowdown=max_slowdown)
+        page = "" if page_path is None else render_page(sweep(workload, cluster))
     except ConfigError as error:
         console.print(f"[red]{error}[/]", highlight=False)
         raise typer.Exit(EXIT_FAILED) from None
@@ -88,6 +97,9 @@ def project(
     console.print(f"{model} on {on}: a projection, not a measurement", highlight=False)
     console.print(_table(projection))
     console.print(_below(projection), highlight=False)
+    if page_path is not None:
+        page_path.write_text(page, encoding="utf-8")
+        console.print(f"Page: {page_path.resolve()}", highlight=False, soft_wrap=True, markup=False)
     target.write(json.dumps(to_plain(projection), indent=1))
 
 

@@ -246,3 +246,23 @@ def test_allocated_peaks_under_inductor_are_within_a_tenth_of_predicted(
     assert kept == 0
     assert graph.plan.peak_after_bytes < 0.5 * graph.plan.peak_before_bytes
     assert allocated_bytes == pytest.approx(graph.plan.peak_after_bytes, rel=0.1)
+
+
+def test_the_page_on_projections_has_the_tables_of_the_stored_results(load: Callable[[str], ModuleType]) -> None:
+    projection = load("projection")
+    results = json.loads((BENCHMARKS / "results" / "projection.json").read_text())
+    page = (BENCHMARKS.parent / "docs" / "howto" / "projections.md").read_text()
+    tables = projection.tables(results)
+    assert len(tables) == 3
+    assert [name for name, rows in tables.items() if projection.markdown(rows) not in page] == []
+
+
+@pytest.mark.slow
+def test_the_stored_projections_are_those_of_this_code(load: Callable[[str], ModuleType]) -> None:
+    projection = load("projection")
+    results = json.loads((BENCHMARKS / "results" / "projection.json").read_text())
+    found = projection.nine_cases(results["max_slowdown"], cases=projection.CASES[2:])
+    for row, stored in zip(found, results["nine_cases"][6:], strict=True):
+        assert row.keys() == stored.keys()
+        for name, value in row.items():
+            assert value == (pytest.approx(stored[name], rel=0.01) if isinstance(value, float) else stored[name]), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -113,7 +114,7 @@ def _table(projection: Projection) -> Table:
     gpu = projection.cluster.gpu
     table = Table("", "kept in memory", "offloaded")
 
-    def row(name: str, text: Any) -> None:
+    def row(name: str, text: Callable[[Outcome], str]) -> None:
         table.add_row(name, text(projection.keep), text(projection.offload))
 
     def memory(outcome: Outcome) -> str:

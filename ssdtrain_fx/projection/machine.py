@@ -46,8 +46,8 @@ RELOAD_S = 63e-6
 """Host time of the ops of one tensor, as measured on an H200."""
 SFU_SHARE = 0.25
 """Expensive functions (``exp``, ``tanh``) per float32 operation: GPUs have one special function unit for four lanes."""
-STAGING_BYTES = 4 << 30
-"""Pinned memory between a GPU and its drives."""
+STAGING_BYTES = 1 << 30
+"""Pinned memory between a GPU and its drives: the default of ``host_budget_bytes``."""
 SHARE_WHEN_BOTH = 0.6
 """Of the rate of a drive while it reads and writes. A guess."""
 

@@ -108,6 +108,7 @@ PRELUDES = {
     "large_vocabularies.md": COMMON,
     "single_modules.md": COMMON,
     "trainers.md": TRAINERS,
+    "projections.md": "",
 }
 """Code that runs before the first block of a page."""
 

@@ -29,7 +29,7 @@ from typing import Any, Literal, cast
 import torch
 
 from ssdtrain_fx.doctor import probes as doctor_probes
-from ssdtrain_fx.machine.profile_store import profile_directory, profile_key, profile_path, read_profile
+from ssdtrain_fx.machine.profile_store import profile_directory, profile_key, profile_path, read_profile, was_disturbed
 from ssdtrain_fx.machine.system import cpu_model
 from ssdtrain_fx.runtime.lanes.aio.kernel import QUEUE_DEPTH
 from ssdtrain_fx.runtime.memory.staging import CUDA_BUDGET_BYTES
@@ -440,8 +440,13 @@ def check_profile(paths: Sequence[str], driver: Answer) -> Finding:
     if not profile_path(key).exists():
         advice = "the first compilation measures for a few seconds; ssdtrain-fx probe measures more accurately"
         return Finding(name="profile", status="ok", found=f"none for {device} in {profile_directory()}", advice=advice)
-    if read_profile(key) is None:
+    if read_profile(key) is None and not was_disturbed(key):
         advice = "it is unusable, and the next compilation measures again; or run ssdtrain-fx probe"
+        return Finding(name="profile", status="warning", found=str(profile_path(key)), advice=advice)
+    if was_disturbed(key):
+        advice = (
+            "it was measured beside other programs, so plans move too much; run ssdtrain-fx probe when none computes"
+        )
         return Finding(name="profile", status="warning", found=str(profile_path(key)), advice=advice)
     return Finding(name="profile", status="ok", found=str(profile_path(key)))
 

@@ -122,6 +122,14 @@ def read_profile(key: ProfileKey) -> Hardware | None:
         return None
 
 
+def was_disturbed(key: ProfileKey) -> bool:
+    """Whether the stored profile was measured beside other programs. False if there is none that can be read."""
+    try:
+        return bool(json.loads(profile_path(key).read_text(encoding="utf-8")).get("disturbed"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def store_profile(key: ProfileKey, hardware: Hardware, *, replace: bool, disturbed: bool = False) -> Hardware:
     """Store ``hardware`` and return the profile to use.
 

@@ -321,8 +321,11 @@ def test_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     store_profile(key, hardware, replace=True)
     expect(doctor.check_profile([str(tmp_path)], NO_GPU), "ok", str(profile_path(key)))
-    profile_path(key).write_text("{}")
-    expect(doctor.check_profile([str(tmp_path)], NO_GPU), "warning", str(profile_path(key)), "measures again")
+    store_profile(key, hardware, replace=True, disturbed=True)
+    expect(doctor.check_profile([str(tmp_path)], NO_GPU), "warning", str(profile_path(key)), "beside other programs")
+    for damaged in ("{}", "[]", "{"):
+        profile_path(key).write_text(damaged)
+        expect(doctor.check_profile([str(tmp_path)], NO_GPU), "warning", str(profile_path(key)), "measures again")
 
 
 # -- the probes --------------------------------------------------------------------------------------------------------

@@ -43,6 +43,9 @@ def project(
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample. Default: that of the model.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Default: those of the model.")] = None,
     max_slowdown: Annotated[float, typer.Option(min=0, help="Share of the step time to trade for memory.")] = 0.02,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Compare with recomputing each layer in backward, too.")
+    ] = False,
     host_gib: Annotated[float, typer.Option(min=0, help="Pinned memory per GPU in which tensors may stay.")] = 0.0,
     network_gb_per_s: Annotated[float, typer.Option(min=0.001, help="Per GPU and direction, between nodes.")] = 50.0,
     products: Annotated[
@@ -88,7 +91,13 @@ def project(
         parallelism = Parallelism(
             data=data, tensor=tensor, pipeline=pipeline, chunks=chunks, fsdp=fsdp, micro_batches=micro_batches
         )
-        workload = Workload(shape, micro_batch=micro_batch, parallelism=parallelism, cluster=cluster)
+        workload = Workload(
+            shape,
+            micro_batch=micro_batch,
+            parallelism=parallelism,
+            cluster=cluster,
+            compare_recomputation=recompute,
+        )
         projection = workload.project(cluster, max_slowdown=max_slowdown)
         page = "" if page_path is None else render_page(sweep(workload, cluster))
     except ConfigError as error:
@@ -112,10 +121,13 @@ def to_plain(projection: Projection) -> dict[str, Any]:
 
 def _table(projection: Projection) -> Table:
     gpu = projection.cluster.gpu
-    table = Table("", "kept in memory", "offloaded")
+    outcomes = {"kept in memory": projection.keep, "offloaded": projection.offload}
+    if projection.recompute is not None:
+        outcomes["layers recomputed"] = projection.recompute
+    table = Table("", *outcomes)
 
     def row(name: str, text: Callable[[Outcome], str]) -> None:
-        table.add_row(name, text(projection.keep), text(projection.offload))
+        table.add_row(name, *map(text, outcomes.values()))
 
     def memory(outcome: Outcome) -> str:
         fits = "" if outcome.fits else f" [red](more than {format_bytes(gpu.memory_bytes)})[/]"

@@ -10,8 +10,8 @@ arithmetic, with the usual formulas:
 * Pipelines run 1F1B: of m micro-batches and p stages with v chunks of layers each, the bubble is
   (p - 1) / (v m + p - 1), and the first stage holds min(p, m) micro-batches, or p + (p - 1) / v if v > 1
   (Narayanan et al., 2021).
-* Tensor parallelism adds four all-reduces per layer, which nothing hides (Shoeybi et al., 2019). One of n bytes moves
-  2 n (t - 1) / t bytes.
+* Tensor parallelism adds four all-reduces per layer, and two more if it is computed again; nothing hides them (Shoeybi
+  et al., 2019). One of n bytes moves 2 n (t - 1) / t bytes.
 * FSDP gathers the parameters twice per micro-batch and reduces the gradients once (Zhao et al., 2023). In a pipeline,
   only gradients and states are shared, and both happens once per step. What does not fit beside computation is exposed.
 * Adam with float32 states: 12 bytes per parameter, besides 2 each for the parameter and its gradient.
@@ -105,6 +105,8 @@ class Projection:
     update_s: float
     keep: Outcome
     offload: Outcome
+    recompute: Outcome | None = None
+    """With each layer computed again in backward, and all that is saved in memory. None: not asked for."""
 
     @property
     def lifetime_s(self) -> float:
@@ -122,8 +124,19 @@ class Projection:
 class Workload:
     """One micro-batch of a model on one GPU of a cluster. Tracing it takes seconds; projections take less."""
 
-    def __init__(self, shape: Shape, *, micro_batch: int, parallelism: Parallelism, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        micro_batch: int,
+        parallelism: Parallelism,
+        cluster: Cluster,
+        compare_recomputation: bool = False,
+    ) -> None:
         """
+        Args:
+            compare_recomputation: also trace with a checkpoint around each layer, which takes as long again.
+
         Raises:
             ConfigError: the sizes do not fit together.
         """
@@ -131,13 +144,19 @@ class Workload:
             raise ConfigError(f"{parallelism.pipeline} stages cannot share {shape.layers} layers equally.")
         self.shape, self.micro_batch, self.parallelism = shape, micro_batch, parallelism
         self._choices: dict[tuple[str, HostTier | None, float, bool], tuple[Choice, int]] = {}
-        self._problem = trace(
-            dataclasses.replace(shape, layers=shape.layers // parallelism.pipeline),
-            micro_batch=micro_batch,
-            hardware=machine(cluster.gpu, cluster.drive, efficiency=cluster.efficiency),
-            tensor_parallel=parallelism.tensor,
-            with_head=parallelism.pipeline == 1,
-        )
+
+        def traced(*, recompute: bool) -> TransferProblem:
+            return trace(
+                dataclasses.replace(shape, layers=shape.layers // parallelism.pipeline),
+                micro_batch=micro_batch,
+                hardware=machine(cluster.gpu, cluster.drive, efficiency=cluster.efficiency),
+                tensor_parallel=parallelism.tensor,
+                with_head=parallelism.pipeline == 1,
+                recompute=recompute,
+            )
+
+        self._problem = traced(recompute=False)
+        self._recomputing = traced(recompute=True) if compare_recomputation else None
 
     def with_parallelism(self, **changes: Any) -> Workload:
         """The same micro-batch in another schedule or on other numbers of data-parallel GPUs; it is not traced again.
@@ -160,10 +179,11 @@ class Workload:
         problem = dataclasses.replace(self._problem, hardware=hardware, host=host)
         choice, written_bytes = self._choose(problem, max_slowdown)
         state_bytes, communication_s, update_s = self._states(), self._communication_s(cluster), self._update_s(cluster)
-
-        def outcome(choice: Choice | None, written_bytes: int) -> Outcome:
-            return self._outcome(problem, choice, written_bytes, cluster, state_bytes, communication_s + update_s)
-
+        other_s = communication_s + update_s
+        recompute = None
+        if self._recomputing is not None:
+            again_s = update_s + self._communication_s(cluster, recompute=True)
+            recompute = self._outcome(self._recomputing, None, 0, cluster, state_bytes, again_s)
         return Projection(
             shape=self.shape,
             micro_batch=self.micro_batch,
@@ -173,8 +193,9 @@ class Workload:
             state_bytes=state_bytes,
             communication_s=communication_s,
             update_s=update_s,
-            keep=outcome(None, 0),
-            offload=outcome(choice, written_bytes),
+            keep=self._outcome(problem, None, 0, cluster, state_bytes, other_s),
+            offload=self._outcome(problem, choice, written_bytes, cluster, state_bytes, other_s),
+            recompute=recompute,
         )
 
     def _choose(self, problem: TransferProblem, max_slowdown: float) -> tuple[Choice, int]:
@@ -242,14 +263,14 @@ class Workload:
         gathered = 2 * self.shape.layer_parameters // parallelism.tensor
         return shared + WEIGHT_BYTES * (parameters // parallelism.data + gathered)
 
-    def _communication_s(self, cluster: Cluster) -> float:
+    def _communication_s(self, cluster: Cluster, *, recompute: bool = False) -> float:
         shape, parallelism, efficiency = self.shape, self.parallelism, cluster.efficiency.network
         exposed_s = 0.0
         if parallelism.tensor > 1:
             bandwidth = self._bandwidth(cluster, parallelism.tensor)
             activation = self.micro_batch * shape.sequence * shape.hidden * WEIGHT_BYTES
             moved = 2 * activation * (parallelism.tensor - 1) / parallelism.tensor
-            count = 4 * shape.layers // parallelism.pipeline
+            count = (6 if recompute else 4) * shape.layers // parallelism.pipeline
             exposed_s += parallelism.slots * count * moved / (efficiency * bandwidth)
         if parallelism.data > 1:
             bandwidth = self._bandwidth(cluster, parallelism.gpus)

@@ -28,6 +28,7 @@ def trace(
     hardware: Hardware,
     tensor_parallel: int = 1,
     with_head: bool = True,
+    recompute: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> TransferProblem:
     """Trace a step of a transformer. A deep one is traced with a few layers, and the others are added.
@@ -36,6 +37,7 @@ def trace(
         micro_batch: samples.
         tensor_parallel: how many GPUs share each layer.
         with_head: False: the first stage of a pipeline.
+        recompute: backward computes each layer again.
 
     Raises:
         ConfigError: a size is impossible, or the layers of a deep one do not repeat.
@@ -52,6 +54,7 @@ def trace(
                 hardware=hardware,
                 tensor_parallel=tensor_parallel,
                 with_head=with_head,
+                recompute=recompute,
                 dtype=dtype,
             )
             if not is_deep:
@@ -71,6 +74,7 @@ def trace_whole(
     hardware: Hardware,
     tensor_parallel: int = 1,
     with_head: bool = True,
+    recompute: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> TransferProblem:
     """Trace all layers, which takes about a second for five of them. Gradients of parameters do not count as memory:
@@ -79,7 +83,7 @@ def trace_whole(
     torch.set_default_dtype(dtype)
     try:
         with FakeTensorMode():
-            module = Transformer(shape, tensor_parallel, with_head=with_head)
+            module = Transformer(shape, tensor_parallel, with_head=with_head, recompute=recompute)
             tokens = torch.empty(micro_batch, shape.sequence, dtype=torch.int64)
             labels = torch.empty(micro_batch, shape.sequence, dtype=torch.int64)
             config = OffloadConfig(hardware=hardware, recompute=False, max_slowdown=0.0)

@@ -8,11 +8,13 @@ under FakeTensorMode, to be traced.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from ssdtrain_fx.errors import ConfigError
 
@@ -182,9 +184,10 @@ class Transformer(nn.Module):
 
     Args:
         with_head: False: the first stage of a pipeline, which ends after its layers.
+        recompute: backward computes each layer again (``torch.utils.checkpoint``).
     """
 
-    def __init__(self, shape: Shape, parallel: int, *, with_head: bool = True) -> None:
+    def __init__(self, shape: Shape, parallel: int, *, with_head: bool = True, recompute: bool = False) -> None:
         super().__init__()
         share(shape, parallel)
         vocab = -(-shape.vocab // parallel)
@@ -192,6 +195,9 @@ class Transformer(nn.Module):
         self.position = None if shape.is_gated else nn.Parameter(torch.empty(shape.sequence, shape.hidden))
         self.layers = nn.ModuleList(Layer(shape, parallel) for _ in range(shape.layers - shape.decoder_layers))
         self.decoder = nn.ModuleList(Layer(shape, parallel, cross=True) for _ in range(shape.decoder_layers))
+        if recompute:
+            for layer in (*self.layers, *self.decoder):
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         self.norm = RmsNorm(shape.hidden) if shape.is_gated else nn.LayerNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, vocab, bias=False) if with_head else None
         if self.head is not None and shape.tied:

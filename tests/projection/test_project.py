@@ -152,6 +152,19 @@ def test_gradients_of_parameters_are_states_not_activations() -> None:
     assert largest <= problem.kept_live_bytes.max() < 2.5 * largest < 2 * shape.parameters
 
 
+def test_recomputing_layers_takes_less_memory_and_more_time() -> None:
+    parallelism = Parallelism(tensor=2)
+    both = Workload(SHAPE, micro_batch=4, parallelism=parallelism, cluster=CLUSTER, compare_recomputation=True)
+    found = both.project(CLUSTER)
+    assert found.recompute is not None
+    assert found.recompute.activation_bytes < 0.5 * found.keep.activation_bytes
+    assert found.recompute.written_bytes == 0
+    computing_s = found.keep.step_s - found.communication_s - found.update_s
+    again_s = found.recompute.step_s - 1.5 * found.communication_s - found.update_s
+    assert 1.1 * computing_s < again_s < 4 / 3 * computing_s  # forward is a third of a step, and the head runs once
+    assert projected().recompute is None
+
+
 def test_flops_of_a_token() -> None:
     shape = find_model("llama-3-8b")
     weights = shape.parameters - shape.vocab * shape.hidden  # looking up an embedding is no product

@@ -12,7 +12,7 @@ from torch import fx
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
-from ssdtrain_fx.passes.graph.op_kinds import FREE_OP, Kind, Op, op_of
+from ssdtrain_fx.passes.graph.op_kinds import FREE_OP, Kind, Op, is_around_random_op, op_inside, op_of
 from ssdtrain_fx.passes.graph.tensor_sizes import Shape, shape_of, touched_bytes
 
 
@@ -21,6 +21,8 @@ def takes_time(node: fx.Node, alias_sets: AliasSets) -> bool:
     op = op_of(node.target) if node.op == "call_function" else FREE_OP
     if op.kind is Kind.FREE:
         return False
+    if is_around_random_op(node):  # of its results, each ``getitem`` counts as the one that makes it
+        return True
     makes_a_storage = any(alias_sets.storages[idx].allocator is node for idx in alias_sets.by_node[node])
     return makes_a_storage or bool(op.written_arguments)
 
@@ -103,6 +105,7 @@ class NodeFact:
             for value in op.written_values(node)
             for idx in alias_sets.by_node[value]
         ]
+        inside = op_inside(node) if node.op == "call_function" else op
         traffic_bytes, expensive_elements = 0, 0
         if op.is_expensive(node):
             expensive_elements = max(math.prod(shape), math.prod(shape_of(result)))
@@ -117,10 +120,10 @@ class NodeFact:
             written=tuple(written),
             read=tuple(read),
             shape=shape,
-            flops=op.count_flops(node),
+            flops=inside.count_flops(node),
             convolves="conv" in op.name,
             dtype=None if result is None else result.dtype,
-            expensive_elements=expensive_elements + op.attention_elements(node),
+            expensive_elements=expensive_elements + inside.attention_elements(node),
             name=op.name,
             device_type="" if result is None else result.device.type,
             is_view=False,

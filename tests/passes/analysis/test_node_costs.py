@@ -21,12 +21,13 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from ssdtrain_fx.hardware import Hardware, convolution_key
 from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
 from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, backward_starts
-from ssdtrain_fx.testing import TOYS, analyse, capture_toy, toy_hardware
+from ssdtrain_fx.testing import TOYS, analyse, capture_step, capture_toy, min_cut, toy_hardware
 
 SLOW = toy_hardware(
     flops_per_s={"float32": 1000.0}, memory_bytes_per_s=100.0, elements_per_s={"float32": 10.0}, kernel_s=0.5
@@ -88,6 +89,27 @@ def test_attention_counts_products_and_exponentials() -> None:
     joint = trace(function, (1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4))
     (cost,) = costs(joint, dataclasses.replace(SLOW, memory_bytes_per_s=1e9)).values()
     assert cost == pytest.approx(2 * 240 / 1000 + 30 / 10 + 0.5, rel=1e-4)
+
+
+def test_attention_in_a_checkpoint_costs_what_it_costs_elsewhere() -> None:
+    """It may draw a dropout mask, so AOTAutograd runs it inside an op that keeps the state of the generator."""
+
+    def attend(q: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q * 1.0, q, q)
+
+    def checkpointed(q: Tensor) -> Tensor:
+        return checkpoint(attend, q, use_reentrant=False)
+
+    fast_memory = dataclasses.replace(SLOW, memory_bytes_per_s=1e9)
+    seconds: list[dict[str, float]] = []
+    for function in (attend, checkpointed):
+        q = torch.randn(1, 2, 3, 4, requires_grad=True)
+        seconds.append(costs(capture_step(function, q, partition=min_cut).join(), fast_memory))
+    once_s = 2 * 2 * 2 * 3 * 3 * 4 / 1000 + 2 * 3 * 3 / 10 + 0.5
+    alone = [value for name, value in seconds[0].items() if "backward" not in name and "attention" in name]
+    assert alone == [pytest.approx(once_s, rel=1e-3)]
+    both = [value for name, value in seconds[1].items() if "rng_state" in name]
+    assert both == [pytest.approx(once_s, rel=1e-3)] * 2  # in forward, and again in backward
 
 
 def test_convolutions_have_a_separate_rate() -> None:

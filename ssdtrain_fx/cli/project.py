@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,23 +32,29 @@ def project(
     gpu: Annotated[str, typer.Option(help="Name in the catalogue, or a part of it: --list shows all.")] = "h100-sxm",
     drive: Annotated[str, typer.Option(help="The same for a drive.")] = "990-pro-4tb",
     drives_per_gpu: Annotated[
-        float, typer.Option("--drives", help="Drives per GPU, striped; 0.5: two GPUs share one.")
+        float, typer.Option("--drives", max=1024, help="Drives per GPU, striped; 0.5: two GPUs share one.")
     ] = 4,
     data: Annotated[int, typer.Option(min=1, help="Data-parallel GPUs.")] = 1,
     tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel GPUs.")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="Stages of the pipeline.")] = 1,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of layers on each stage (virtual stages).")] = 1,
     fsdp: Annotated[bool, typer.Option(help="Data-parallel GPUs share parameters, gradients and states.")] = True,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Samples of one forward.")] = 1,
+    micro_batch: Annotated[int, typer.Option(min=1, max=1 << 16, help="Samples of one forward.")] = 1,
     micro_batches: Annotated[int, typer.Option(min=1, help="Forwards per optimizer step and data-parallel GPU.")] = 1,
-    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample. Default: that of the model.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Default: those of the model.")] = None,
+    sequence: Annotated[
+        int | None, typer.Option(min=1, max=1 << 24, help="Tokens of a sample. Default: that of the model.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, max=10_000, help="Default: those of the model.")] = None,
     max_slowdown: Annotated[float, typer.Option(min=0, help="Share of the step time to trade for memory.")] = 0.02,
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Compare with recomputing each layer in backward, too.")
     ] = False,
-    host_gib: Annotated[float, typer.Option(min=0, help="Pinned memory per GPU in which tensors may stay.")] = 0.0,
-    network_gb_per_s: Annotated[float, typer.Option(min=0.001, help="Per GPU and direction, between nodes.")] = 50.0,
+    host_gib: Annotated[
+        float, typer.Option(min=0, max=1 << 16, help="Pinned memory per GPU in which tensors may stay.")
+    ] = 0.0,
+    network_gb_per_s: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="Per GPU and direction, between nodes.")
+    ] = 50.0,
     products: Annotated[
         float, typer.Option(help="Share of the nominal rate that matrix products reach.")
     ] = Efficiency().products,
@@ -115,7 +122,8 @@ def project(
 
 def to_plain(projection: Projection) -> dict[str, Any]:
     """All numbers that went in and came out."""
-    derived = {"lifetime_s": projection.lifetime_s, "drive_cost_usd": projection.drive_cost_usd}
+    lifetime_s = projection.lifetime_s if math.isfinite(projection.lifetime_s) else None  # JSON knows no infinity
+    derived = {"lifetime_s": lifetime_s, "drive_cost_usd": projection.drive_cost_usd}
     return {"schema": 1, **dataclasses.asdict(projection), **derived}
 
 

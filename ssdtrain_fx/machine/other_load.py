@@ -7,13 +7,17 @@ everything. In training, most tensors then stayed in memory, which held eight ti
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 STAT = Path("/proc/stat")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+QUOTA_V1 = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 MAX_PROCESSORS = 0.25
 """What other programs may use of the processors that torch needs: the system itself needs some, and one of many threads
 that shares its processor makes all others wait."""
@@ -30,27 +34,48 @@ class OtherLoad:
         self._began = self._read()
 
     def describe(self) -> str:
-        """What other programs took of the processors that torch's threads needed, as text; empty if that is little."""
+        """What other programs took of the processors that torch's threads needed, as text; empty if that is little.
+
+        Empty, too, in a container with a quota of processor time: the system counts processors that it may not use.
+        """
         began, now = self._began, self._read()
-        if began is None or now is None or now[0] <= began[0]:
+        if began is None or now is None or now.at_s <= began.at_s or _has_quota():
             return ""
-        seconds, busy_s, own_s = (after - before for before, after in zip(began, now, strict=True))
-        others = (busy_s - own_s) / seconds
+        seconds = now.at_s - began.at_s
+        # A processor that was switched on or off in between counts from its start.
+        busy_s = sum(now.busy_s[core] - began.busy_s[core] for core in now.busy_s.keys() & began.busy_s.keys())
+        others = (busy_s - (now.own_s - began.own_s)) / seconds
         unused = len(self._cores) - torch.get_num_threads()
         if others - max(0, unused) <= MAX_PROCESSORS:
             return ""
         return f"Other programs use {others:.1f} of {len(self._cores)} processors"
 
-    def _read(self) -> tuple[float, float, float] | None:
-        """The time, and processor time of all programs and of this one, in seconds."""
+    def _read(self) -> _Seen | None:
+        names = {f"cpu{core}" for core in self._cores}
         try:
             lines = [line.split() for line in self._stat.read_text(encoding="utf-8").splitlines()]
-            ticks = sum(
-                int(columns[1 + index])
+            tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+            busy_s = {
+                columns[0]: tick_s * sum(int(columns[1 + index]) for index in _BUSY)
                 for columns in lines
-                if columns and columns[0] in {f"cpu{core}" for core in self._cores}
-                for index in _BUSY
-            )
+                if columns and columns[0] in names
+            }
         except (OSError, ValueError, IndexError):
             return None
-        return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time()
+        return _Seen(time.monotonic(), busy_s, time.process_time())
+
+
+class _Seen(NamedTuple):
+    at_s: float
+    busy_s: dict[str, float]
+    """Of all programs, by processor."""
+    own_s: float
+    """Of this one."""
+
+
+def _has_quota() -> bool:
+    """Whether a container may use only a part of the processors' time."""
+    for path, unlimited in ((QUOTA, "max"), (QUOTA_V1, "-1")):
+        with contextlib.suppress(OSError, IndexError):
+            return path.read_text(encoding="utf-8").split()[0] != unlimited
+    return False

@@ -148,7 +148,12 @@ def _measure(
         if number:
             log.info("%s: measuring again", disturbance)
         load = OtherLoad()
-        hardware = measure_hardware(device, directories, quick=quick, on_step=on_step)
+        try:
+            hardware = measure_hardware(device, directories, quick=quick, on_step=on_step)
+        except FullDiskError:
+            if best is None:
+                raise
+            break  # the disk became full in between
         disturbance = load.describe() or _find_disturbance(hardware)
         best = hardware if best is None or not disturbance else _faster(best, hardware)
         if not disturbance:
@@ -177,7 +182,8 @@ def _faster(one: Hardware, other: Hardware) -> Hardware:
         **{name: channel(name) for name in ("write", "read", "copy_out", "copy_in")},
         **{name: shorter(name) for name in _TIMES},
         memory_bytes_per_s=max(one.memory_bytes_per_s, other.memory_bytes_per_s),
-        share_when_both=max(one.share_when_both, other.share_when_both),
+        # A rate together with the share of it that was seen beside: the best of both may not go together.
+        share_when_both=max(one, other, key=lambda seen: seen.write.bytes_per_s).share_when_both,
     )
 
 

@@ -114,7 +114,7 @@ def read_profile(key: ProfileKey) -> Hardware | None:
             raise ValueError(f"format {raw['format']}, expected {FORMAT}")
         if raw["key"] != dataclasses.asdict(key):
             raise ValueError(f"its key is {raw['key']}, expected {dataclasses.asdict(key)}")
-        if raw.get("disturbed") and time.time() - path.stat().st_mtime > DISTURBED_COUNTS_S:
+        if raw.get("disturbed") and not 0 <= time.time() - path.stat().st_mtime <= DISTURBED_COUNTS_S:
             return None
         return Hardware.from_json(json.dumps(raw["hardware"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -150,7 +150,7 @@ def store_profile(key: ProfileKey, hardware: Hardware, *, replace: bool, disturb
                 os.link(temporary, path)
                 return hardware
             other = read_profile(key)
-            if other is not None:
+            if other is not None and (disturbed or not was_disturbed(key)):
                 return other
         temporary.replace(path)
         return hardware

@@ -19,8 +19,8 @@ class Parallelism:
     tensor: int = 1
     pipeline: int = 1
     fsdp: bool = True
-    """The data-parallel GPUs share parameters, gradients and states; in a pipeline, gradients and states. Otherwise
-    each has all of them."""
+    """The data-parallel GPUs share parameters, gradients and states; in a pipeline, only states. Otherwise each has all
+    of them."""
     micro_batches: int = 1
     """Per optimizer step and data-parallel GPU."""
     chunks: int = 1

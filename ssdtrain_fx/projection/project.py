@@ -13,7 +13,7 @@ arithmetic, with the usual formulas:
 * Tensor parallelism adds four all-reduces per layer, and two more if it is computed again; nothing hides them (Shoeybi
   et al., 2019). One of n bytes moves 2 n (t - 1) / t bytes.
 * FSDP gathers the parameters twice per micro-batch and reduces the gradients once (Zhao et al., 2023). In a pipeline,
-  only gradients and states are shared, and both happens once per step. What does not fit beside computation is exposed.
+  only states are shared (ZeRO-1), and both happens once per step. What does not fit beside computation is exposed.
 * Adam with float32 states: 12 bytes per parameter, besides 2 each for the parameter and its gradient.
 * A drive lasts for its rated bytes divided by the rate of writes.
 
@@ -36,7 +36,7 @@ from ssdtrain_fx.passes.planning.use_room import choose_within_time
 from ssdtrain_fx.projection.catalog import Drive, Gpu
 from ssdtrain_fx.projection.machine import Efficiency, machine
 from ssdtrain_fx.projection.parallelism import Parallelism
-from ssdtrain_fx.projection.trace import trace
+from ssdtrain_fx.projection.trace import trace, trace_whole
 from ssdtrain_fx.projection.transformer import Shape, flops_per_token
 
 WEIGHT_BYTES = 2
@@ -142,6 +142,9 @@ class Workload:
         """
         if shape.layers % parallelism.pipeline:
             raise ConfigError(f"{parallelism.pipeline} stages cannot share {shape.layers} layers equally.")
+        stage = shape.layers // parallelism.pipeline
+        if stage % parallelism.chunks:
+            raise ConfigError(f"A stage with {stage} layers cannot have {parallelism.chunks} equal chunks.")
         self.shape, self.micro_batch, self.parallelism = shape, micro_batch, parallelism
         self._choices: dict[tuple[str, HostTier | None, float, bool], tuple[Choice, int]] = {}
 
@@ -156,7 +159,24 @@ class Workload:
             )
 
         self._problem = traced(recompute=False)
+        self._head_s = 0.0 if parallelism.pipeline == 1 else self._time_head(cluster)
+        """How much longer the last stage computes than the first one, which all others wait for."""
         self._recomputing = traced(recompute=True) if compare_recomputation else None
+
+    def _time_head(self, cluster: Cluster) -> float:
+        hardware = machine(cluster.gpu, cluster.drive, efficiency=cluster.efficiency)
+        small = dataclasses.replace(self.shape, layers=1)
+        without, whole = (
+            trace_whole(
+                small,
+                micro_batch=self.micro_batch,
+                hardware=hardware,
+                tensor_parallel=self.parallelism.tensor,
+                with_head=with_head,
+            )
+            for with_head in (False, True)
+        )
+        return max(0.0, whole.step_s - without.step_s)
 
     def with_parallelism(self, **changes: Any) -> Workload:
         """The same micro-batch in another schedule or on other numbers of data-parallel GPUs; it is not traced again.
@@ -229,7 +249,8 @@ class Workload:
         waiting_bytes = int(problem.kept_live_bytes[problem.marker]) - moved_bytes
         activation_bytes = peak_bytes + int((parallelism.in_flight - 1) * waiting_bytes)
         memory_bytes = activation_bytes + state_bytes + CONTEXT_BYTES
-        step_s = parallelism.slots * (problem.step_s + exposed_s) + other_s
+        slot_s = problem.step_s + max(exposed_s, self._head_s)
+        step_s = parallelism.slots * slot_s + other_s
         tokens = self.micro_batch * self.shape.sequence * parallelism.micro_batches * parallelism.data
         flops = tokens * flops_per_token(self.shape)
         peak_flops = parallelism.gpus * cluster.gpu.flops_per_s["bfloat16"]
@@ -238,7 +259,7 @@ class Workload:
             memory_bytes=memory_bytes,
             fits=memory_bytes <= cluster.gpu.memory_bytes,
             step_s=step_s,
-            exposed_s=parallelism.slots * exposed_s,
+            exposed_s=parallelism.slots * max(0.0, exposed_s - self._head_s),
             tokens_per_s=tokens / step_s,
             model_flops_share=flops / step_s / peak_flops,
             written_bytes=written_bytes * parallelism.micro_batches,
@@ -256,12 +277,14 @@ class Workload:
         parameters, parallelism = self._gpu_parameters, self.parallelism
         if not parallelism.fsdp or parallelism.data == 1:
             return parameters * (2 * WEIGHT_BYTES + STATE_BYTES)
-        shared = (WEIGHT_BYTES + STATE_BYTES) * parameters // parallelism.data
-        if parallelism.pipeline > 1:
-            return shared + WEIGHT_BYTES * parameters
-        # Two layers are gathered at a time: one computes, and the next one arrives.
-        gathered = 2 * self.shape.layer_parameters // parallelism.tensor
-        return shared + WEIGHT_BYTES * (parameters // parallelism.data + gathered)
+        states = STATE_BYTES * parameters // parallelism.data
+        if parallelism.pipeline > 1:  # gradients are summed over micro-batches, and reduced once
+            return states + 2 * WEIGHT_BYTES * parameters
+        # Two layers are gathered at a time, of which one computes; embedding and head stay. The largest gradient is
+        # complete before it is reduced.
+        layer, embedding = self.shape.layer_parameters, self.shape.embedding_parameters
+        whole = (2 * layer + embedding + max(layer, self.shape.vocab * self.shape.hidden)) // parallelism.tensor
+        return states + WEIGHT_BYTES * (2 * parameters // parallelism.data + whole)
 
     def _communication_s(self, cluster: Cluster, *, recompute: bool = False) -> float:
         shape, parallelism, efficiency = self.shape, self.parallelism, cluster.efficiency.network

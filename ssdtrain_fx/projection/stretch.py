@@ -116,8 +116,8 @@ def _find_repetition(
 ) -> _Repetition | None:
     """The longest part of ``[begin, end)`` that repeats at least ``MIN_PERIODS`` times and takes time.
 
-    A part of a layer may repeat, too, such as two layer norms. So a layer is what repeats about as often as there are
-    ``layers``.
+    A part of a layer may repeat, too, such as two layer norms, or only two layers together. So a layer is what repeats
+    about as often as there are ``layers``.
     """
     takes_time = seconds[begin:end] > 0
     timed, whole = kinds.timed[begin:end], kinds.all[begin:end]
@@ -125,12 +125,14 @@ def _find_repetition(
     if layer is None:
         return None
     first, last, one = layer
-    one *= max(1, round((last - first) / one / layers))
+    repeats = (last - first) / one
+    in_one = max(1, round(layers / repeats))
+    one *= max(1, round(repeats / layers))
     periods = range(one, (last - first) // MIN_PERIODS + 1, one)
     found = _longest_run(whole[first:last], takes_time[first:last], periods)
     if found is None:
         return None
-    return _Repetition(begin + first + found[0], begin + first + found[1], found[2], found[2] // one)
+    return _Repetition(begin + first + found[0], begin + first + found[1], found[2], found[2] // one * in_one)
 
 
 def _longest_run(

@@ -91,10 +91,11 @@ def flops_per_token(shape: Shape) -> float:
 
 def share(shape: Shape, tensor_parallel: int) -> Shape:
     """Check that ``tensor_parallel`` GPUs can share a layer. Raises ConfigError."""
-    if tensor_parallel < 1 or shape.heads % tensor_parallel or shape.ffn % tensor_parallel:
+    fits = tensor_parallel >= 1 and shape.heads % tensor_parallel == shape.ffn % tensor_parallel == 0
+    if not fits or (shape.kv_heads % tensor_parallel and tensor_parallel % shape.kv_heads):
         raise ConfigError(
-            f"{tensor_parallel} GPUs cannot share a layer with {shape.heads} heads and a feed-forward width of "
-            f"{shape.ffn}: both must be multiples of it."
+            f"{tensor_parallel} GPUs cannot share a layer with {shape.heads} heads, {shape.kv_heads} of keys and "
+            f"values, and a feed-forward width of {shape.ffn}: these must be multiples of it."
         )
     return shape
 

@@ -253,6 +253,7 @@ def test_what_was_measured_beside_other_programs_is_measured_again_and_the_faste
             HARDWARE,
             flops_per_s=dict.fromkeys(HARDWARE.flops_per_s, flops_per_s),
             write=Channel(bytes_per_s=write_bytes_per_s),
+            share_when_both=1e9 / write_bytes_per_s,
             offload_s=offload_s,
             next_offload_s=None,
         )
@@ -263,6 +264,7 @@ def test_what_was_measured_beside_other_programs_is_measured_again_and_the_faste
     assert set(hardware.flops_per_s.values()) == {9e11}
     assert (hardware.write.bytes_per_s, hardware.offload_s, hardware.next_offload_s) == (3e9, 2e-4, None)
     assert hardware.memory_bytes_per_s == HARDWARE.memory_bytes_per_s
+    assert hardware.share_when_both == 1 / 3  # that of the fastest writes
     assert "Other programs use 1.0 of 2 processors: the machine is busy" in caplog.text
 
 
@@ -299,6 +301,48 @@ def test_processors_that_other_programs_use(
     after = ((0, 50 + busy_ticks // 2, steal_ticks), (1, 9999, 9999), (2, 50 + busy_ticks // 2, 0))
     stat.write_text("".join(line.format(core=core, user=user, steal=steal) for core, user, steal in after))
     assert load.describe() == expected
+
+
+def test_processors_that_are_switched_on_or_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    now = [10.0]
+    monkeypatch.setattr(other_load.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(other_load.time, "process_time", lambda: 5.0)
+    stat, quota = tmp_path / "stat", tmp_path / "cpu.max"
+    monkeypatch.setattr(other_load, "QUOTA", quota)
+    monkeypatch.setattr(other_load, "QUOTA_V1", tmp_path / "none")
+    stat.write_text("cpu0 100 0 0 0 0 0 0 0\n")
+    load = OtherLoad(stat)
+    now[0] = 14.0
+    stat.write_text("cpu0 500 0 0 0 0 0 0 0\ncpu1 99999 0 0 0 0 0 0 0\n")
+    assert load.describe() == "Other programs use 1.0 of 2 processors"
+    quota.write_text("max 100000\n")
+    assert load.describe() == "Other programs use 1.0 of 2 processors"
+    quota.write_text("200000 100000\n")
+    assert load.describe() == ""
+
+
+def test_a_disk_that_becomes_full_between_two_measurements(ssd_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.OtherLoad, "describe", lambda _: "busy")
+    answers = iter([HARDWARE])
+
+    def measure(*_: object, **__: object) -> Hardware:
+        found = next(answers, None)
+        if found is None:
+            raise probe.FullDiskError("full")
+        return found
+
+    monkeypatch.setattr(probe, "measure_hardware", measure)
+    assert probe.probe_and_store("cpu", ssd_dir).hardware == HARDWARE
+
+
+def test_a_calm_measurement_replaces_a_disturbed_one(ssd_dir: str) -> None:
+    key = profile_key("cpu", (ssd_dir,))
+    store_profile(key, OTHER, replace=False, disturbed=True)
+    assert store_profile(key, HARDWARE, replace=False, disturbed=True) == OTHER
+    assert store_profile(key, HARDWARE, replace=False) == HARDWARE
+    assert store_profile(key, OTHER, replace=False) == HARDWARE
 
 
 @pytest.mark.parametrize("content", [None, "cpu0 1 2\n", "cpu0 a b c d e f g h\n"])

@@ -20,7 +20,7 @@ from ssdtrain_fx.projection.models import MODELS, find_model
 from ssdtrain_fx.projection.parallelism import Parallelism
 from ssdtrain_fx.projection.project import CONTEXT_BYTES, Cluster, Projection, Workload
 from ssdtrain_fx.projection.trace import trace
-from ssdtrain_fx.projection.transformer import Shape, Transformer, flops_per_token
+from ssdtrain_fx.projection.transformer import Shape, Transformer, flops_per_token, share
 
 SHAPE = Shape(
     family="llama", layers=8, hidden=512, heads=8, kv_heads=2, ffn=1536, vocab=2048, sequence=2048, tied=False
@@ -90,22 +90,26 @@ def test_pipelines() -> None:
     problem = workload(pipeline=4, micro_batches=8)._problem
     saved = int(problem.kept_live_bytes[problem.marker])
     assert found.keep.activation_bytes == int(problem.kept_live_bytes.max()) + 3 * saved
-    assert found.keep.step_s - found.update_s == pytest.approx(11 * problem.step_s)
+    last = dataclasses.replace(SHAPE, layers=2)  # of the stages, with the head
+    last_s = trace(last, micro_batch=4, hardware=machine(CLUSTER.gpu, CLUSTER.drive)).step_s
+    assert last_s > 1.1 * problem.step_s
+    assert found.keep.step_s - found.update_s == pytest.approx(11 * last_s, rel=0.01)
     moved = found.offload.written_bytes // 8
     assert found.offload.activation_bytes <= int(problem.kept_live_bytes.max()) + 3 * (saved - moved)
-    assert found.offload.exposed_s <= 0.05 * 11 * problem.step_s
+    assert found.offload.exposed_s == 0  # the first stage has time while the others wait for the last one
 
 
 def test_sharing_of_states() -> None:
     one, shared = projected(), workload().with_parallelism(data=4).project(CLUSTER)
     whole = workload().with_parallelism(data=4, fsdp=False).project(CLUSTER)
-    layer = 2 * SHAPE.layer_parameters
-    assert shared.state_bytes == 14 * SHAPE.parameters // 4 + 2 * (SHAPE.parameters // 4 + layer)
+    head = SHAPE.vocab * SHAPE.hidden
+    unshared = 2 * SHAPE.layer_parameters + 2 * head + max(SHAPE.layer_parameters, head)
+    assert shared.state_bytes == 12 * SHAPE.parameters // 4 + 2 * (2 * SHAPE.parameters // 4 + unshared)
     assert whole.state_bytes == one.state_bytes
     assert shared.keep.activation_bytes == one.keep.activation_bytes
     staged = workload(pipeline=4).with_parallelism(data=2).project(CLUSTER)
     stage = (SHAPE.parameters - SHAPE.embedding_parameters) // 4 + SHAPE.embedding_parameters
-    assert staged.state_bytes == 14 * stage // 2 + 2 * stage
+    assert staged.state_bytes == 12 * stage // 2 + 4 * stage
 
 
 def test_tensor_parallel_gpus_share_layers_and_talk() -> None:
@@ -183,6 +187,10 @@ def test_a_profile_of_data_sheets() -> None:
 def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="3 stages cannot share 8 layers equally"):
         workload(pipeline=3)
+    with pytest.raises(ConfigError, match="A stage with 2 layers cannot have 3 equal chunks"):
+        workload(pipeline=4, chunks=3)
+    with pytest.raises(ConfigError, match="4 GPUs cannot share a layer with 20 heads, 10 of keys and values"):
+        share(dataclasses.replace(SHAPE, hidden=640, heads=20, kv_heads=10), 4)
     with pytest.raises(ConfigError, match="7 GPUs cannot share a layer with 8 heads"):
         workload(tensor=7)
     with pytest.raises(ConfigError, match="Parallelism has micro_batches=0; expected at least 1"):

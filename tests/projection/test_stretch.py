@@ -153,3 +153,16 @@ def test_layers_that_repeat_in_pairs_are_added_in_pairs() -> None:
         ConfigError, match=r"2 layers repeat together, so 3 cannot be added to the 8 traced ones. Trace 9"
     ):
         stretch(problem, 8, 11)
+
+
+def test_pairs_of_layers_whose_movable_storages_differ() -> None:
+    """No single layer repeats, so a pair is the shortest period."""
+
+    def alternating(layers: int) -> TransferProblem:
+        problem = by_hand(layers)
+        sizes = [dataclasses.replace(one, size_bytes=8 if one.idx % 2 else 16) for one in problem.movables]
+        return dataclasses.replace(problem, movables=tuple(sizes))
+
+    assert stretch(alternating(8), 8, 12) == alternating(12)
+    with pytest.raises(ConfigError, match="2 layers repeat together, so 1 cannot be added"):
+        stretch(alternating(8), 8, 9)

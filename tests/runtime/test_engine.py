@@ -341,6 +341,11 @@ def test_a_file_is_cut_to_what_was_needed_when_it_was_too_large_for_some_time(
         assert file.size_bytes == 8192  # for 1000 numbers
         use(engine, 10_000)
         assert file.size_bytes == 81920
+        for at_s in (200, 211):  # and again, whatever was needed before
+            now_s = float(at_s)
+            use(engine, 10)
+        assert file.size_bytes == 4096
+        assert not engine._ledger.upkeep.is_due
 
 
 def test_a_large_file_is_cut_after_use(file: MemoryFile, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import fx
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
-from ssdtrain_fx.passes.graph.op_kinds import FREE_OP, Kind, Op, is_around_random_op, op_inside, op_of
+from ssdtrain_fx.passes.graph.op_kinds import FREE_OP, Kind, Op, arguments_inside, is_around_random_op, op_inside, op_of
 from ssdtrain_fx.passes.graph.tensor_sizes import Shape, shape_of, touched_bytes
 
 
@@ -105,7 +105,10 @@ class NodeFact:
             for value in op.written_values(node)
             for idx in alias_sets.by_node[value]
         ]
-        inside = op_inside(node) if node.op == "call_function" else op
+        inside, computed = op, result
+        if is_around_random_op(node):  # which has no value of its own
+            inside = op_inside(node)
+            computed = cast(fx.Node, arguments_inside(node)[0]).meta["val"]
         traffic_bytes, expensive_elements = 0, 0
         if op.is_expensive(node):
             expensive_elements = max(math.prod(shape), math.prod(shape_of(result)))
@@ -122,7 +125,7 @@ class NodeFact:
             shape=shape,
             flops=inside.count_flops(node),
             convolves="conv" in op.name,
-            dtype=None if result is None else result.dtype,
+            dtype=None if computed is None else computed.dtype,
             expensive_elements=expensive_elements + inside.attention_elements(node),
             name=op.name,
             device_type="" if result is None else result.device.type,

@@ -109,7 +109,7 @@ class Op:
         """FLOPs of a call of this op. ``node`` may run it inside another op, see :func:`op_inside`."""
         if self.flop_formula is None:
             return 0
-        args = fx.map_arg(_arguments(node), lambda source: _shape_or_value(source.meta.get("val")))
+        args = fx.map_arg(arguments_inside(node), lambda source: _shape_or_value(source.meta.get("val")))
         kwargs = fx.map_arg(dict(node.kwargs), lambda source: _shape_or_value(source.meta.get("val")))
         results = _shape_or_value(node.meta.get("val"))
         return int(self.flop_formula(*cast(Any, args), **cast(Any, kwargs), out_val=results))
@@ -118,7 +118,7 @@ class Op:
         """Number of exponentials in the softmax of attention: one per pair of query and key."""
         if self.attention_arguments is None:
             return 0
-        arguments = _arguments(node)
+        arguments = arguments_inside(node)
         query, key = (shape_of(cast(fx.Node, arguments[at]).meta.get("val")) for at in self.attention_arguments)
         return math.prod(query[:-1]) * key[-2]
 
@@ -133,8 +133,8 @@ _ATTENTION_NAMES = _names(
 
 
 _AROUND_RANDOM_OPS = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
-"""Ops around one that draws random numbers, in checkpoints: they keep or set the state of the generator. By the position
-of the op inside among their arguments, which that of its own arguments follows."""
+"""Ops around one that draws random numbers, in checkpoints: they keep or set the state of the generator. By the
+position of the op inside among their arguments, which is followed by its own arguments."""
 
 
 def is_around_random_op(node: fx.Node) -> bool:
@@ -143,12 +143,14 @@ def is_around_random_op(node: fx.Node) -> bool:
 
 
 def op_inside(node: fx.Node) -> Op:
-    """The op that takes the time of ``node``: attention may draw a dropout mask, so checkpoints run it inside another."""
+    """The op that takes the time of ``node``: attention may draw a dropout mask, so checkpoints wrap it."""
     at = _AROUND_RANDOM_OPS.get(str(node.target))
-    return op_of(node.target if at is None else node.args[at])
+    target: Any = node.target if at is None else node.args[at]
+    return op_of(target)
 
 
-def _arguments(node: fx.Node) -> tuple[Any, ...]:
+def arguments_inside(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of :func:`op_inside`."""
     at = _AROUND_RANDOM_OPS.get(str(node.target))
     return node.args if at is None else node.args[at + 1 :]
 

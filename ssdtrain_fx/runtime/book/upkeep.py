@@ -120,6 +120,7 @@ class Upkeep:
         """
         with lock, change:
             wanted, self.trim_wanted = self.trim_wanted, False
+            self._too_large_since_s = None  # what is needed is counted anew
             tail = self._slots.allocate_tail(self._needed_bytes, self._file.size_bytes) if wanted else None
         if tail is None:
             return

@@ -100,10 +100,12 @@ def test_attention_in_a_checkpoint_costs_what_it_costs_elsewhere() -> None:
     def checkpointed(q: Tensor) -> Tensor:
         return checkpoint(attend, q, use_reentrant=False)
 
-    fast_memory = dataclasses.replace(SLOW, memory_bytes_per_s=1e9)
+    rates = {"float32": 1.0, "float64": 1000.0}  # the state of the generator has neither dtype
+    elements = {"float32": 1.0, "float64": 10.0}
+    fast_memory = dataclasses.replace(SLOW, memory_bytes_per_s=1e9, flops_per_s=rates, elements_per_s=elements)
     seconds: list[dict[str, float]] = []
     for function in (attend, checkpointed):
-        q = torch.randn(1, 2, 3, 4, requires_grad=True)
+        q = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
         seconds.append(costs(capture_step(function, q, partition=min_cut).join(), fast_memory))
     once_s = 2 * 2 * 2 * 3 * 3 * 4 / 1000 + 2 * 3 * 3 / 10 + 0.5
     alone = [value for name, value in seconds[0].items() if "backward" not in name and "attention" in name]

@@ -1,7 +1,7 @@
 """Compare projections with what was measured elsewhere, and project SSDTrain's nine cases.
 
-    python benchmarks/projection.py --json benchmarks/results/projection.json
-    python benchmarks/projection.py --markdown benchmarks/results/projection.json
+    python benchmarks/projection.py --json benchmarks/stored/projection.json
+    python benchmarks/projection.py --markdown benchmarks/stored/projection.json
 
 1. *Validation.* The same model as ``ssdtrain-fx project`` predicts runs whose figures are published, or were measured
    with ``benchmarks/gpu.py``. The ratio of both is the error.

@@ -37,6 +37,7 @@ def _own_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  
     """The tests measure this machine, but do not store the result as the user's profile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSDTRAIN_PROFILE_DIR", str(tmp_path_factory.mktemp("profiles")))
+        patch.setattr("ssdtrain_fx.machine.probe.MAX_PROBES", 1)  # other tests always run at the same time
         yield
 
 

@@ -250,7 +250,7 @@ def test_allocated_peaks_under_inductor_are_within_a_tenth_of_predicted(
 
 def test_the_page_on_projections_has_the_tables_of_the_stored_results(load: Callable[[str], ModuleType]) -> None:
     projection = load("projection")
-    results = json.loads((BENCHMARKS / "results" / "projection.json").read_text())
+    results = json.loads((BENCHMARKS / "stored" / "projection.json").read_text())
     page = (BENCHMARKS.parent / "docs" / "howto" / "projections.md").read_text()
     tables = projection.tables(results)
     assert len(tables) == 3
@@ -260,7 +260,7 @@ def test_the_page_on_projections_has_the_tables_of_the_stored_results(load: Call
 @pytest.mark.slow
 def test_the_stored_projections_are_those_of_this_code(load: Callable[[str], ModuleType]) -> None:
     projection = load("projection")
-    results = json.loads((BENCHMARKS / "results" / "projection.json").read_text())
+    results = json.loads((BENCHMARKS / "stored" / "projection.json").read_text())
     found = projection.nine_cases(results["max_slowdown"], cases=projection.CASES[2:])
     for row, stored in zip(found, results["nine_cases"][6:], strict=True):
         assert row.keys() == stored.keys()

@@ -36,7 +36,7 @@ from ssdtrain_fx.passes.planning.use_room import choose_within_time
 from ssdtrain_fx.projection.catalog import Drive, Gpu
 from ssdtrain_fx.projection.machine import Efficiency, machine
 from ssdtrain_fx.projection.parallelism import Parallelism
-from ssdtrain_fx.projection.trace import trace, trace_whole
+from ssdtrain_fx.projection.trace import trace
 from ssdtrain_fx.projection.transformer import Shape, flops_per_token
 
 WEIGHT_BYTES = 2
@@ -148,35 +148,25 @@ class Workload:
         self.shape, self.micro_batch, self.parallelism = shape, micro_batch, parallelism
         self._choices: dict[tuple[str, HostTier | None, float, bool], tuple[Choice, int]] = {}
 
-        def traced(*, recompute: bool) -> TransferProblem:
+        hardware = machine(cluster.gpu, cluster.drive, efficiency=cluster.efficiency)
+
+        def traced(layers: int, *, with_head: bool, recompute: bool = False) -> TransferProblem:
             return trace(
-                dataclasses.replace(shape, layers=shape.layers // parallelism.pipeline),
+                dataclasses.replace(shape, layers=layers),
                 micro_batch=micro_batch,
-                hardware=machine(cluster.gpu, cluster.drive, efficiency=cluster.efficiency),
+                hardware=hardware,
                 tensor_parallel=parallelism.tensor,
-                with_head=parallelism.pipeline == 1,
+                with_head=with_head,
                 recompute=recompute,
             )
 
-        self._problem = traced(recompute=False)
-        self._head_s = 0.0 if parallelism.pipeline == 1 else self._time_head(cluster)
-        """How much longer the last stage computes than the first one, which all others wait for."""
-        self._recomputing = traced(recompute=True) if compare_recomputation else None
-
-    def _time_head(self, cluster: Cluster) -> float:
-        hardware = machine(cluster.gpu, cluster.drive, efficiency=cluster.efficiency)
-        small = dataclasses.replace(self.shape, layers=1)
-        without, whole = (
-            trace_whole(
-                small,
-                micro_batch=self.micro_batch,
-                hardware=hardware,
-                tensor_parallel=self.parallelism.tensor,
-                with_head=with_head,
-            )
-            for with_head in (False, True)
-        )
-        return max(0.0, whole.step_s - without.step_s)
+        is_whole = parallelism.pipeline == 1
+        self._problem = traced(stage, with_head=is_whole)
+        self._recomputing = traced(stage, with_head=is_whole, recompute=True) if compare_recomputation else None
+        self._head_s = 0.0
+        """How much longer the last stage of a pipeline computes than the first one. All stages wait for it."""
+        if not is_whole:
+            self._head_s = max(0.0, traced(1, with_head=True).step_s - traced(1, with_head=False).step_s)
 
     def with_parallelism(self, **changes: Any) -> Workload:
         """The same micro-batch in another schedule or on other numbers of data-parallel GPUs; it is not traced again.

@@ -62,6 +62,7 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "profiles"
     monkeypatch.setenv("SSDTRAIN_PROFILE_DIR", str(directory))
     monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(probe, "MAX_PROBES", 3)
     return directory
 
 

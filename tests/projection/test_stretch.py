@@ -49,9 +49,9 @@ def timed(problem: TransferProblem) -> tuple[Any, ...]:
     ("family", "few", "many", "changes"),
     [
         ("llama", 5, 8, {"kv_heads": 2, "tied": False}),
-        ("gpt", 9, 13, {}),
-        ("gpt", 9, 15, {"dropout": 0.1}),
-        ("bert", 9, 11, {"dropout": 0.1}),
+        pytest.param("gpt", 9, 13, {}, marks=pytest.mark.slow),
+        ("gpt", 9, 11, {"dropout": 0.1}),
+        pytest.param("bert", 9, 11, {"dropout": 0.1}, marks=pytest.mark.slow),
     ],
 )
 def test_a_stretched_problem_is_that_of_the_deep_model(

@@ -75,9 +75,9 @@ MUTANTS = [
     Mutant("kept_bytes_are_not_waited_for", CUDA, "        self.wait_host(mark)\n", "", KEPT),
     Mutant("copy_out_blocks_the_host", CUDA, "as_bytes()[start : start + length], non_blocking=True", "as_bytes()[start : start + length]", RUNS_AHEAD),
     Mutant("copy_in_blocks_the_host", CUDA, "copy_(source[:length], non_blocking=True)", "copy_(source[:length])", RELOAD, FILE),
-    Mutant("buffers_stay_registered", CUDA, "self._cuda.cudart().cudaHostUnregister(buffer.address)", "pass", PINNED),
+    Mutant("buffers_stay_registered", CUDA, "_error_of(self._cuda.cudart().cudaHostUnregister(buffer.address))", "pass", PINNED),
     Mutant("buffers_are_not_registered", CUDA, "self._cuda.cudart().cudaHostRegister(buffer.address, buffer.size_bytes, _HOST_REGISTER_PORTABLE)", "0", RUNS_AHEAD),
-    Mutant("a_refused_registration_is_ignored", CUDA, "if int(result) != 0:", "if False:", "test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do"),
+    Mutant("a_refused_registration_is_ignored", CUDA, "            if error != 0:\n                raise ConfigError(", "            if False:\n                raise ConfigError(", "test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do"),
     # -- the engine ----------------------------------------------------------------------------------------------------
     Mutant("release_does_not_order_the_stream", ENGINE, "            for mark in copied:\n                lane.mover.wait_stream(mark, entry.device)\n", "", OVERWRITTEN),
     Mutant("release_forgets_the_copies", ENGINE, "copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]", "copied = []", OVERWRITTEN),

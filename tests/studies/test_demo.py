@@ -31,8 +31,8 @@ class Trainer(trainer.Trainer):
         self._changed = 7 if index == FIRST and self._run.variant == "ssdtrain" else 0
         return super().step(index, sampled=sampled)
 
-    def _gradients(self):
-        gradients = super()._gradients()
+    def gradients(self):
+        gradients = super().gradients()
         for name in list(gradients)[:self._changed]:
             gradients[name] = gradients[name].clone()
             gradients[name].view(-1)[0] += 0.25

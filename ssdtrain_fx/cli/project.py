@@ -115,7 +115,11 @@ def project(
     console.print(_table(projection))
     console.print(_below(projection), highlight=False)
     if page_path is not None:
-        page_path.write_text(page, encoding="utf-8")
+        try:
+            page_path.write_text(page, encoding="utf-8")
+        except OSError as error:
+            console.print(f"[red]The page cannot be written: {error}[/]", highlight=False)
+            raise typer.Exit(EXIT_FAILED) from None
         console.print(f"Page: {page_path.resolve()}", highlight=False, soft_wrap=True, markup=False)
     target.write(json.dumps(to_plain(projection), indent=1))
 

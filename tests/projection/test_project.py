@@ -244,6 +244,13 @@ def test_the_command_refuses_what_cannot_be() -> None:
     assert "There is no model" in CliRunner().invoke(app, ["project", "x"]).output
 
 
+def test_a_page_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    done = CliRunner().invoke(app, ["project", "gpt2-xl", "--layers", "2", "--sequence", "64", "--page", "/dev/full"])
+    assert done.exit_code == 3
+    assert "The page cannot be written: [Errno 28] No space left on device" in done.output
+
+
 def test_the_catalogue_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     done = CliRunner().invoke(app, ["project", "llama-3-8b", "--list"])

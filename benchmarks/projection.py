@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from result_tables import markdown, rich_table
 from rich.console import Console
-from rich.table import Table
 
 from ssdtrain_fx.passes.planning.place_transfers import floor_bytes
 from ssdtrain_fx.passes.planning.use_room import choose_within_time
@@ -224,17 +224,9 @@ def tables(results: Mapping[str, list[dict[str, Any]]]) -> dict[str, list[list[s
     return {"validation": validation, "nine_cases": cases, "exposed": exposed}
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
-
-
 def show(results: Mapping[str, list[dict[str, Any]]], console: Console) -> None:
     for rows in tables(results).values():
-        table = Table(*rows[0])
-        for row in rows[1:]:
-            table.add_row(*row)
-        console.print(table)
+        console.print(rich_table(rows))
 
 
 def main(arguments: list[str]) -> int:

@@ -40,8 +40,14 @@ from torch import Tensor, nn
 from ssdtrain_fx.cli.common import parse_options
 
 VARIANTS = ("inductor", "ssdtrain")
-SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-"""torch refuses compiled stages in those without bubbles."""
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "1f1b-told": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+}
+"""In ``1f1b-told``, each stage says which backward comes next. torch refuses compiled stages in schedules without
+bubbles."""
 PARALLELISMS = ("ddp", "fsdp", "tensor", *SCHEDULES)
 STAGES_PER_RANK = 2
 """Of the schedule that interleaves."""
@@ -146,13 +152,29 @@ def in_pipeline(job: Job, layers: nn.Sequential, backend: Any) -> tuple[Step, li
     import torch.distributed as dist
     from torch.distributed import pipelining
 
+    import ssdtrain_fx
+
     ranks, rank = dist.get_world_size(), dist.get_rank()
     per_rank = STAGES_PER_RANK if job.parallelism == "interleaved" else 1
     count = ranks * per_rank
     size = job.layers // count
     modules = [layers[index * size : (index + 1) * size] for index in range(rank, count, ranks)]
+
+    class ToldStage(pipelining.PipelineStage):
+        """Says which micro-batch each forward belongs to, and which backward comes next. Backwards come in the order of
+        forwards."""
+
+        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            with ssdtrain_fx.micro_batch((self.stage_index, fwd_chunk_id)):
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            ssdtrain_fx.expect_backward((self.stage_index, bwd_chunk_id + 1))
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    make_stage = ToldStage if job.parallelism == "1f1b-told" else pipelining.PipelineStage
     stages = [
-        pipelining.PipelineStage(compile_module(module, backend), index, count, torch.device("cpu"))
+        make_stage(compile_module(module, backend), index, count, torch.device("cpu"))
         for module, index in zip(modules, range(rank, count, ranks), strict=True)
     ]
     make = getattr(pipelining, SCHEDULES[job.parallelism])
@@ -170,7 +192,7 @@ def in_pipeline(job: Job, layers: nn.Sequential, backend: Any) -> tuple[Step, li
 
 def forwards_in_flight(parallelism: str, rank: int, ranks: int) -> int:
     """How many micro-batches a stage of this rank holds at once."""
-    if parallelism == "1f1b":
+    if parallelism in ("1f1b", "1f1b-told"):
         return min(MICRO_BATCHES, ranks - rank)
     return MICRO_BATCHES if parallelism in SCHEDULES else 1
 
@@ -226,6 +248,8 @@ def train(job: Job, directory: Path) -> None:
         "offloads": moved.offloads,
         "bytes_written": moved.bytes_written,
         "kept_for_time": moved.kept_for_time,
+        "ahead_bytes": moved.ahead_bytes,
+        "stall_s": moved.stall_s,
     }
     (directory / f"rank-{rank}.json").write_text(json.dumps(result))
     dist.barrier()

@@ -6,13 +6,19 @@ import json
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import memory_limit
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from memory_limit import Contender, Course, Store, Trial, find_largest, guess_size
 from steps import FAST_DISK
 
 import ssdtrain_fx
@@ -20,7 +26,10 @@ from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.lanes.aio.kernel import AioUnavailableError, KernelAio
+from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.studies import zoo
+from ssdtrain_fx.studies.limited_process import NotEnforced, find_kind
+from ssdtrain_fx.studies.measure import Run, Step
 from ssdtrain_fx.vector_math import settle_vector_math
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -246,6 +255,130 @@ def test_allocated_peaks_under_inductor_are_within_a_tenth_of_predicted(
     assert kept == 0
     assert graph.plan.peak_after_bytes < 0.5 * graph.plan.peak_before_bytes
     assert allocated_bytes == pytest.approx(graph.plan.peak_after_bytes, rel=0.1)
+
+
+@given(
+    true=st.integers(0, 90), guess=st.integers(0, 120), unit=st.sampled_from((1, 32)), most=st.sampled_from((40, 256))
+)
+def test_the_largest_size_is_found_from_any_guess(true: int, guess: int, unit: int, most: int) -> None:
+    """To one unit, or to a sixteenth, with few trials: each takes minutes."""
+    tried: list[int] = []
+
+    def trains(size: int) -> bool:
+        tried.append(size)
+        return size <= true * unit
+
+    found = find_largest(trains, guess=guess * unit, unit=unit, most=most * unit)
+    largest = min(true, most) * unit
+    assert found <= largest < found + max(unit, found / 16 + 1)
+    assert found == 0 or found in tried
+    assert len(tried) == len(set(tried)) <= 13
+    assert all(size % unit == 0 and unit <= size <= most * unit for size in tried)
+
+
+def test_the_guess_is_where_a_line_through_two_peaks_reaches_the_limit() -> None:
+    assert guess_size(2, 120, 8, 180, 250) == 15
+    assert guess_size(2, 120, 8, 180, 50) == 2  # too small a limit: the search says so
+    assert guess_size(2, 120, 8, 120, 250) == 8  # nothing grows
+
+
+def make_step(index: int, *, duration_ms: float) -> Step:
+    return Step(
+        index=index,
+        loss_hex=(1.0).hex(),
+        gradients={},
+        duration_ms=duration_ms,
+        process_peak_bytes=64,
+        peak_was_reset=True,
+        samples=[],
+        page_faults=0,
+        statistics=Statistics(),
+    )
+
+
+class LinearCourse(Course):
+    """A machine on which a process holds 100 bytes, and so many more per sample as its heap says."""
+
+    def __init__(self) -> None:
+        super().__init__(Run(batch=2, sequence=16), "batch", "RLIMIT_DATA", 300, "/nowhere")
+        self.tried: list[tuple[int, str]] = []
+
+    def compiled(self, contender: Contender, size: int) -> Any:
+        return types.SimpleNamespace(process_peak_bytes=100 + 20 * size)
+
+    def try_heap(self, contender: Contender, size: int, heap: str) -> Trial:
+        self.tried.append((size, heap))
+        per_sample = {"glibc": 20, "glibc, tuned": 10}.get(heap, 40)
+        error = "" if 100 + per_sample * size <= self.limit_bytes else "killed"
+        step_ms = 5.0 if heap == "glibc" else 9.0
+        steps = [] if error else [make_step(index, duration_ms=step_ms) for index in range(10)]
+        return Trial(heap=heap, steps=steps, cgroup_peak_bytes=None, error=error)
+
+
+def test_the_largest_size_is_that_of_the_best_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``glibc`` is the fastest while it survives. At the largest size, only the tuned one does."""
+    monkeypatch.setattr(memory_limit, "library_bytes", lambda: 0)
+    course = LinearCourse()
+    found = course.search(Contender(name="inductor", variant="inductor"), most=256)
+    assert (found.size, found.heap, found.surviving_heaps) == (20, "glibc, tuned", ["glibc, tuned"])
+    assert found.failures["21"] == "killed"
+    course.limit_bytes = 119  # not even one sample, with any heap but the tuned one
+    assert course.search(Contender(name="eager", variant="eager"), most=256).size == 1
+    course.limit_bytes = 109
+    nothing = course.search(Contender(name="eager", variant="eager"), most=256)
+    assert (nothing.size, nothing.heap, nothing.peak_bytes) == (0, "", 0)
+
+
+def test_of_the_heaps_that_survive_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_limit, "library_bytes", lambda: 0)
+    found = LinearCourse().search(Contender(name="inductor", variant="inductor"), most=6)
+    assert (found.size, found.heap) == (6, "glibc")
+    assert found.surviving_heaps[:2] == ["glibc", "glibc, tuned"]
+
+
+def test_results_of_a_search_are_taken_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "limits.json"
+    found = LinearCourse().search(Contender(name="inductor", variant="inductor"), most=6)
+    store = Store(path, "gpt2", {"grow": "batch"})
+    store.add("inductor", found)
+    Store(path, "bert", {"grow": "batch"}).add("inductor", dataclasses.replace(found, size=3))
+    again = Store(path, "gpt2", {"grow": "batch"})
+    assert again.found == {"inductor": found}
+    rows = memory_limit.tables(json.loads(path.read_text()))
+    assert [rows[name][1][1] for name in ("gpt2", "bert")] == ["6", "3"]
+
+
+def test_throughput_is_relative_to_plain_inductor_at_its_own_size() -> None:
+    steps = [make_step(index, duration_ms=300.0) for index in range(12)]
+    base_steps = [make_step(index, duration_ms=100.0) for index in range(12)]
+    timed = LinearCourse()._throughput(6, steps, 3, base_steps)
+    assert timed["throughput_ratio"] == pytest.approx(6 / 3 / 3)
+    assert timed["tokens_per_s"] == pytest.approx(6 * 16 / 0.3)
+    low, high = timed["throughput_ratio_interval"]
+    assert low == pytest.approx(high) == pytest.approx(2 / 3)
+
+
+@pytest.mark.slow
+def test_memory_limit(ssd_dir: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A limit in which plain Inductor and this backend make all steps, at one size."""
+    if isinstance(kind := find_kind(), NotEnforced):
+        pytest.skip(kind.reason)
+    path = tmp_path / "limits.json"
+    size = ["--layers", "1", "--hidden", "64", "--sequence", "32", "--vocab", "64", "--limit-mib", "1500"]
+    arguments = ["--model", "gpt2", *size, "--most", "2", "--contender", "ssdtrain, +5%", "--ssd-dir", ssd_dir]
+    assert memory_limit.main([*arguments, "--rounds", "9", "--json", str(path)]) == 0
+    (entry,) = json.loads(path.read_text()).values()
+    assert {name: its["size"] for name, its in entry["found"].items()} == {"inductor": 2, "ssdtrain, +5%": 2}
+    assert entry["times"]["inductor"]["throughput_ratio"] == 1.0
+    assert entry["times"]["ssdtrain, +5%"]["throughput_ratio"] > 0
+    assert memory_limit.main(["--markdown", str(path)]) == 0
+    assert "| ssdtrain, +5% | 2 | 1.0 |" in capfd.readouterr().out
+
+
+def test_memory_limit_names_what_is_missing_or_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        memory_limit.main(["--model", "gpt2"])
+    assert "--limit-mib is missing" in capsys.readouterr().err
 
 
 def test_the_page_on_projections_has_the_tables_of_the_stored_results(load: Callable[[str], ModuleType]) -> None:

@@ -3,12 +3,13 @@
     done = run_limited(PROGRAM, limit_bytes=200 << 20)
     if isinstance(done, NotEnforced): print(done.reason)
 
-    with limit("cgroup v1", 900 << 20) as prefix:
-        subprocess.run([*prefix, sys.executable, "train.py"])
+    with limit("cgroup v1", 900 << 20) as limited:
+        subprocess.run([*limited.prefix, sys.executable, "train.py"])
 
 A new cgroup holds the program: in cgroup v1 below the cgroup of this process, in cgroup v2 where the memory controller
-is handed down. Swap is off in it. Where no cgroup can be made, ``RLIMIT_DATA`` limits the private memory of the
-process. A kind counts only if a trial shows that it stops a program above its limit and lets one below it run.
+is handed down. Swap is off in it unless some is allowed. Where no cgroup can be made, ``RLIMIT_DATA`` limits the
+private memory of the process. A kind counts only if a trial shows that it stops a program above its limit and lets one
+below it run.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ssdtrain_fx.memory_limit import V1, V2, CgroupVersion, find_cgroups
 TOUCH = "import sys\nmemory = bytearray(int(sys.argv[1]))\nmemory[::4096] = b'x' * len(memory[::4096])\n"
 """Touches as many bytes as its argument says."""
 TRIAL_LIMIT_BYTES = 200 << 20
+PEAK_FILES = {V1.name: "memory.max_usage_in_bytes", V2.name: "memory.peak"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,19 +59,47 @@ class NotEnforced:
     """What was tried, and how each attempt failed."""
 
 
-Enter = Callable[[int], AbstractContextManager[str]]
-"""Prepares a limit of some bytes. Gives the shell command by which a process puts itself under it."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class EnforcedLimit:
+    """A limit that the kernel enforces, for all processes whose command begins with ``prefix``."""
+
+    enter: str
+    """Shell command by which a process puts itself under the limit."""
+    cgroup: Path | None = None
+    """None: the limit is that of a single process."""
+    peak_file: str = ""
+
+    @property
+    def prefix(self) -> list[str]:
+        return ["sh", "-c", f'{self.enter} && exec "$@"', "sh"]
+
+    def peak_bytes(self) -> int | None:
+        """The most that all processes held together, with page cache. None: nothing has counted it."""
+        if self.cgroup is None or not (self.cgroup / self.peak_file).exists():
+            return None
+        return int((self.cgroup / self.peak_file).read_text())
+
+    def kill(self) -> None:
+        """Kill all processes in the cgroup."""
+        if self.cgroup is not None:
+            for line in (self.cgroup / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(line), signal.SIGKILL)
+
+
+Enter = Callable[[int, int], AbstractContextManager[EnforcedLimit]]
+"""Prepares a limit of some bytes of memory, and of some bytes of swap."""
 
 
 @contextlib.contextmanager
-def limit(kind: str, limit_bytes: int) -> Generator[list[str]]:
-    """A limit for all processes whose command begins with the yielded words. They must end within the block.
+def limit(kind: str, limit_bytes: int, *, swap_bytes: int = 0) -> Generator[EnforcedLimit]:
+    """A limit on memory, and on what may be swapped out. The processes must end within the block.
 
     Raises:
         OSError: there is no such limit here.
     """
-    with KINDS[kind](limit_bytes) as enter:
-        yield ["sh", "-c", f'{enter} && exec "$@"', "sh"]
+    with KINDS[kind](limit_bytes, swap_bytes) as limited:
+        yield limited
 
 
 def run_limited(
@@ -115,9 +145,9 @@ def why_not(kind: str) -> str | None:
 
 
 def _run(kind: str, program: str, arguments: Sequence[str], limit_bytes: int, timeout_s: float) -> LimitedRun:
-    with limit(kind, limit_bytes) as prefix:
+    with limit(kind, limit_bytes) as limited:
         done = subprocess.run(
-            [*prefix, sys.executable, "-c", program, *arguments],
+            [*limited.prefix, sys.executable, "-c", program, *arguments],
             capture_output=True,
             text=True,
             check=False,
@@ -127,21 +157,24 @@ def _run(kind: str, program: str, arguments: Sequence[str], limit_bytes: int, ti
 
 
 @contextlib.contextmanager
-def _resource_limit(limit_bytes: int) -> Generator[str]:
-    yield f"ulimit -d {limit_bytes // 1024}"
+def _resource_limit(limit_bytes: int, swap_bytes: int) -> Generator[EnforcedLimit]:
+    if swap_bytes:
+        raise OSError("RLIMIT_DATA does not limit swap: a cgroup is needed")
+    yield EnforcedLimit(f"ulimit -d {limit_bytes // 1024}")
 
 
 @contextlib.contextmanager
-def _cgroup(version: CgroupVersion, limit_bytes: int) -> Generator[str]:
+def _cgroup(version: CgroupVersion, limit_bytes: int, swap_bytes: int) -> Generator[EnforcedLimit]:
     directory = _make_cgroup(version)
+    limited = EnforcedLimit(f"echo $$ > '{directory}/cgroup.procs'", directory, PEAK_FILES[version.name])
     try:
         (directory / version.limit).write_text(str(limit_bytes))
-        for name, value in (("memory.memsw.limit_in_bytes", limit_bytes), ("memory.swap.max", 0)):
+        for name, value in (("memory.memsw.limit_in_bytes", limit_bytes + swap_bytes), ("memory.swap.max", swap_bytes)):
             if (directory / name).exists():
                 (directory / name).write_text(str(value))
-        yield f"echo $$ > '{directory}/cgroup.procs'"
+        yield limited
     finally:
-        _remove_cgroup(directory)
+        _remove_cgroup(limited, directory)
 
 
 def _make_cgroup(version: CgroupVersion) -> Path:
@@ -172,13 +205,11 @@ def _hands_memory_down(directory: Path) -> bool:
         return False
 
 
-def _remove_cgroup(directory: Path) -> None:
+def _remove_cgroup(limited: EnforcedLimit, directory: Path) -> None:
     """Remove the cgroup, with what the program has left running in it. A cgroup is busy until the last one is gone."""
     deadline_s = time.monotonic() + 10
     while True:
-        for line in (directory / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(line), signal.SIGKILL)
+        limited.kill()
         try:
             directory.rmdir()
             return

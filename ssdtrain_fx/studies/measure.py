@@ -40,7 +40,18 @@ from torch import Tensor
 
 from ssdtrain_fx.runtime.statistics import Statistics
 
-Variant = Literal["inductor", "ssdtrain", "rewrites", "checkpoint", "selective", "budget", "hooks_host", "hooks_disk"]
+Variant = Literal[
+    "inductor",
+    "ssdtrain",
+    "rewrites",
+    "checkpoint",
+    "selective",
+    "budget",
+    "hooks_host",
+    "hooks_disk",
+    "eager",
+    "eager_checkpoint",
+]
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """What every worker gets beside the caller's environment. cuBLAS is deterministic only with a fixed workspace."""
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -69,6 +80,8 @@ class Run:
 
     `budget` is Inductor under torch's `activation_memory_budget`. `hooks_host` and `hooks_disk` are Inductor under
     saved-tensor hooks: torch's `save_on_cpu`, and `SavedTensorsOnDisk`.
+
+    `eager` compiles nothing, and `eager_checkpoint` is `eager` with one checkpoint per layer.
     """
     regional: bool = False
     """Each layer is compiled on its own, and what lies between them runs as plain PyTorch."""

@@ -55,7 +55,7 @@ class Trainer:
         )
         self._make_batch = zoo.text_batches(batch=run.batch, sequence=run.sequence) if run.text else make_batch
         self._module = module.to(run.device, self._dtype)
-        if run.variant in ("checkpoint", "selective"):
+        if run.variant in ("checkpoint", "selective", "eager_checkpoint"):
             zoo.checkpoint_every_layer(self._module, selective=run.variant == "selective")
         self._compiled = cast(Callable[..., Tensor], _compile(self._module, run))
         parameters = list(self._module.parameters())
@@ -162,6 +162,8 @@ def _size_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _compile(module: nn.Module, run: Run) -> Callable[..., object]:
+    if run.variant in ("eager", "eager_checkpoint"):
+        return module
     backend: Any = "inductor"
     if run.variant == "ssdtrain":
         backend = make_backend(OffloadConfig.from_options(run.options))

@@ -15,6 +15,7 @@ from ssdtrain_fx.errors import (
 from ssdtrain_fx.report import Report, explain
 from ssdtrain_fx.runtime.memory.step_memory import MemoryStats, memory_stats, reset_peak_memory_stats
 from ssdtrain_fx.runtime.ops import empty_cache, statistics, trace
+from ssdtrain_fx.runtime.policy.schedule_hints import expect_backward, micro_batch
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.studies.rok_curve import RokCurve, RokOutcome, RokPoint, rok
 from ssdtrain_fx.switch import disable, enable
@@ -39,8 +40,10 @@ __all__ = [
     "disable",
     "empty_cache",
     "enable",
+    "expect_backward",
     "explain",
     "memory_stats",
+    "micro_batch",
     "reset_peak_memory_stats",
     "rok",
     "statistics",

@@ -14,7 +14,7 @@ import torch
 
 PROGRAM = Path(__file__).parents[1] / "benchmarks" / "ranks.py"
 MANY = [pytest.mark.slow, pytest.mark.timeout(1800)]
-PIPELINES = ("gpipe", "1f1b", "interleaved")
+PIPELINES = ("gpipe", "1f1b", "1f1b-told", "interleaved")
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch was built without torch.distributed"
@@ -62,6 +62,8 @@ def test_every_bit_of_every_rank_is_equal(
     assert len(found["offloads_of_each_rank"]) == count
     assert min(found["offloads_of_each_rank"]) >= steps
     assert list(tmp_path.iterdir()) == []
+    if parallelism.startswith("1f1b"):
+        assert (found["ahead_bytes"] > 0) is (parallelism == "1f1b-told")
 
 
 @pytest.mark.timeout(600)

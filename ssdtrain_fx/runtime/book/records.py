@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import weakref
+from collections.abc import Hashable
 
 from torch import Tensor
 
@@ -181,13 +182,16 @@ class GraphRun:
         "graph_name",
         "handles",
         "last_waited_bytes",
+        "micro_batch",
         "names",
         "reload_count",
         "used_bytes",
     )
 
-    def __init__(self, graph_name: str, before: GraphRun | None) -> None:
+    def __init__(self, graph_name: str, before: GraphRun | None, micro_batch: Hashable) -> None:
         self.graph_name = graph_name
+        self.micro_batch = micro_batch
+        """What the training loop calls it."""
         self._before = None if before is None else weakref.ref(before)
         self._after: weakref.ref[GraphRun] | None = None
         if before is not None:

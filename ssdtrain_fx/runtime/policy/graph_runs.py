@@ -15,6 +15,9 @@ So the guess is the run before, unless its backward has been; then it is the run
 backward and the last one, as in 1F1B, another one will run before the next backward. What is read ahead would be in
 memory during it, so nothing is.
 
+A training loop may say which backward comes next (:mod:`ssdtrain_fx.runtime.policy.schedule_hints`). Then nothing is
+guessed, but that the runs of one micro-batch come back in the reverse order of forward.
+
 Guarantees:
 
 * A wrong guess costs a wasted read, and memory until the next run shows that the guess was wrong. The data that a graph
@@ -29,9 +32,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Hashable
 
 from ssdtrain_fx.runtime.book.ledger import Ledger
 from ssdtrain_fx.runtime.book.records import Entry, GraphRun
+from ssdtrain_fx.runtime.policy.schedule_hints import UNTOLD, ScheduleHints, schedule_hints
 
 
 class _OfThread(threading.local):
@@ -46,9 +51,12 @@ class _OfThread(threading.local):
 class GraphRuns:
     """The runs of one engine. Entries keep their run alive, and runs keep nothing alive."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, hints: ScheduleHints = schedule_hints) -> None:
         self._ledger = ledger
+        self._hints = hints
         self._of_thread = _OfThread()
+        self._last_run: weakref.WeakValueDictionary[Hashable, GraphRun] = weakref.WeakValueDictionary()
+        """The last run of each micro-batch that has a name."""
         self._forward_came = False
         """A forward has begun since the last backward began."""
         self._turn_by_graph: dict[str, dict[str, int]] = {}
@@ -56,11 +64,13 @@ class GraphRuns:
 
     def add(self, entry: Entry, handle: int, graph_name: str) -> None:
         """Record that a run of the graph ``graph_name`` offloaded ``entry``. A run offloads each name once."""
-        mine = self._of_thread
+        mine, key = self._of_thread, self._hints.micro_batch
         run = mine.forward
-        if run is None or run.graph_name != graph_name or entry.name in run.names:
-            run = mine.forward = GraphRun(graph_name, run)
+        if run is None or (run.graph_name, run.micro_batch) != (graph_name, key) or entry.name in run.names:
+            run = mine.forward = GraphRun(graph_name, run, key)
             self._forward_came = True
+            if key is not UNTOLD:
+                self._last_run[key] = run
         run.handles.append(handle)
         run.names.add(entry.name)
         entry.run = run
@@ -78,6 +88,7 @@ class GraphRuns:
             return
         if run.reload_count == 0:
             run.follows_forward, self._forward_came = self._forward_came, False
+            self._hints.begun(run.micro_batch)
         run.reload_count += 1
         self._turn_by_graph.setdefault(run.graph_name, {})[entry.name] = run.reload_count
         if mine.guess is not None:
@@ -94,10 +105,8 @@ class GraphRuns:
             return []
         run.used_bytes += run.last_waited_bytes
         run.last_waited_bytes = entry.byte_count
-        ahead, entries = run.before, self._to_come(run.before)
-        if not entries and not run.follows_forward:
-            ahead, entries = run.after, self._to_come(run.after)
-        if ahead is None or not entries:
+        ahead, entries = self._next(run)
+        if ahead is None:
             return []
         self._of_thread.guess = weakref.ref(run), weakref.ref(ahead)
         entries.reverse()
@@ -113,6 +122,21 @@ class GraphRuns:
                 break
             chosen.append(other)
         return chosen
+
+    def _next(self, run: GraphRun) -> tuple[GraphRun | None, list[Entry]]:
+        """The run whose backward comes after that of ``run``, and its entries; None: unknown, or there is none."""
+        candidates = [run.before]
+        if self._hints.expected is not UNTOLD:
+            told = self._last_run.get(self._hints.expected)
+            same = run.before is not None and run.before.micro_batch == run.micro_batch
+            candidates = [run.before, told] if same else [told]
+        elif not run.follows_forward:
+            candidates.append(run.after)
+        for candidate in candidates:
+            entries = self._to_come(candidate)
+            if entries:
+                return candidate, entries
+        return None, []
 
     def _to_come(self, run: GraphRun | None) -> list[Entry]:
         """The entries of ``run`` if its backward has not begun."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,10 @@ import torch
 from runtime_fakes import MemoryFile, each_file, engine_on
 from torch import Tensor
 
+from ssdtrain_fx import expect_backward, micro_batch
+from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.policy.schedule_hints import UNTOLD, ScheduleHints, schedule_hints
 
 CPU = torch.device("cpu")
 NAMES = ["a", "b", "c"]
@@ -54,6 +60,19 @@ def ahead_of(engine: Engine) -> list[str]:
     return [entry.name for entry in engine._ledger.entries.values() if entry.ahead is not None]  # pyright: ignore[reportPrivateUsage]
 
 
+def ahead_runs(engine: Engine) -> set[tuple[str, object]]:
+    """Graph and micro-batch of the tensors that are being read ahead."""
+    entries = engine._ledger.entries.values()  # pyright: ignore[reportPrivateUsage]
+    runs = [entry.run for entry in entries if entry.ahead is not None]
+    return {(run.graph_name, run.micro_batch) for run in runs if run is not None}
+
+
+@pytest.fixture(autouse=True)
+def nothing_expected() -> Iterator[None]:
+    yield
+    schedule_hints.expected = UNTOLD
+
+
 def test_backward_reads_ahead_for_the_run_before_no_more_than_it_has_used(engine: Engine) -> None:
     """``    run 2   reload c, wait c, reload b, wait b, reload a, wait a
     run 1                             ^ c             ^ b            (the tensor waited for last may be in use)``"""
@@ -94,6 +113,94 @@ def test_where_forwards_and_backwards_alternate_no_forward_finds_memory_taken(en
     assert ahead_of(engine) == []
     graph.backward(runs.pop(0), 50.0)
     assert engine.statistics().ahead_bytes == 0
+
+
+def test_where_forwards_and_backwards_alternate_what_is_told_is_read_ahead(engine: Engine) -> None:
+    """As 1F1B does: backward 0, forward 2, backward 1, forward 3 ... Nothing is guessed there (see above)."""
+    graph = Graph(engine)
+    runs = []
+    for number in range(2):
+        with micro_batch(number):
+            runs.append(graph.forward(10.0 * number))
+    for number in range(4):
+        expect_backward(number + 1)
+        graph.backward(runs.pop(0), 10.0 * number)
+        assert ahead_of(engine) == ["b", "c"]
+        with micro_batch(number + 2):
+            runs.append(graph.forward(10.0 * (number + 2)))
+        assert ahead_of(engine) == ["b", "c"]
+    graph.backward(runs.pop(0), 40.0)
+    graph.backward(runs.pop(0), 50.0)
+    assert engine.statistics().ahead_bytes == 4 * 2 * SIZE_BYTES
+    assert schedule_hints.expected is UNTOLD  # the backward of 4 has begun
+
+
+def test_told_backwards_of_several_graphs_come_in_the_reverse_order_of_forward(engine: Engine) -> None:
+    """Two graphs per micro-batch, and micro-batches in an order that nobody would guess."""
+    one, other = Graph(engine, "one"), Graph(engine, "other")
+    runs: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+    for number, key in enumerate("abc"):
+        with micro_batch(key):
+            runs[key] = one.forward(10.0 * number), other.forward(10.0 * number)
+    for key, expected in (("b", "a"), ("a", "c"), ("c", "nothing")):
+        first, second = runs.pop(key)
+        value = 10.0 * "abc".index(key)
+        expect_backward(expected)
+        other.backward(second, value)
+        assert ahead_of(engine) == ["b", "c"]
+        assert ahead_runs(engine) == {("one", key)}
+        one.backward(first, value)
+        assert ahead_runs(engine) == ({("other", expected)} if expected in runs else set())
+    assert engine.statistics().ahead_bytes == 5 * 2 * SIZE_BYTES
+
+
+def test_what_is_told_and_does_not_come_costs_reads_and_nothing_else(engine: Engine) -> None:
+    graph = Graph(engine)
+    runs = []
+    for number in range(3):
+        with micro_batch(number):
+            runs.append(graph.forward(10.0 * number))
+    expect_backward(2)
+    graph.backward(runs[0], 0.0)
+    assert ahead_runs(engine) == {("graph", 2)}
+    graph.backward(runs[1], 10.0)
+    assert engine.statistics().ahead_bytes == 0
+    graph.backward(runs[2], 20.0)
+    assert engine.statistics().ahead_bytes == 2 * SIZE_BYTES
+
+
+def test_the_micro_batch_of_a_forward_ends_with_its_block() -> None:
+    hints = ScheduleHints()
+    with hints.forward_of("outer"):
+        with contextlib.suppress(RuntimeError), hints.forward_of("inner"):
+            assert hints.micro_batch == "inner"
+            raise RuntimeError
+        assert hints.micro_batch == "outer"
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lambda: hints.micro_batch).result() is UNTOLD
+    assert hints.micro_batch is UNTOLD
+
+
+def test_a_key_that_cannot_be_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"micro_batch\(\[1\]\): a list cannot be a key"), micro_batch([1]):  # pyright: ignore[reportArgumentType]
+        pass
+    with pytest.raises(ConfigError, match=r"expect_backward\(\{\}\): a dict cannot be a key"):
+        expect_backward({})  # pyright: ignore[reportArgumentType]
+
+
+def test_runs_that_are_over_leave_no_name_behind(engine: Engine) -> None:
+    graph = Graph(engine)
+    for number in range(3):
+        with micro_batch(number):
+            tokens = graph.forward(0.0)
+        graph.backward(tokens, 0.0)
+    del tokens
+    engine.wait_until_idle()
+    with micro_batch("last"):
+        last = graph.forward(0.0)
+    gc.collect()
+    assert list(engine._runs._last_run) == ["last"]  # pyright: ignore[reportPrivateUsage]
+    graph.backward(last, 0.0)
 
 
 def test_graphs_that_share_an_activation_are_read_ahead(engine: Engine) -> None:

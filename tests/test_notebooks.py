@@ -58,5 +58,5 @@ def test_nothing_stored_tells_about_a_machine(path: Path) -> None:
         assert output.get("name") != "stderr", text
 
 
-def test_there_are_four() -> None:
-    assert [path.stem[0] for path in NOTEBOOKS] == ["1", "2", "3", "4"]
+def test_there_are_five() -> None:
+    assert [path.stem[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5"]

@@ -207,10 +207,13 @@ class Course:
         # A limit counts no pages of libraries that others have loaded before. This process has about the same.
         guess = guess_size(small, low, large, high, self.limit_bytes + library_bytes())
         size = find_largest(trains, guess=int(self._correction * guess), unit=unit, most=most)
-        trials = [self.try_heap(contender, size, heap) for heap in HEAPS] if size else []
-        alive = sorted((trial for trial in trials if not trial.error), key=lambda trial: median_ms(trial.steps))
+        alive: list[Trial] = []
+        while size and not alive:  # what has trained once may fail the next time: memory differs by some pages
+            trials = [self.try_heap(contender, size, heap) for heap in HEAPS]
+            alive = sorted((trial for trial in trials if not trial.error), key=lambda trial: median_ms(trial.steps))
+            size -= 0 if alive else step_at(size, unit)
         return Found(
-            size=size if alive else 0,
+            size=size,
             guess=guess,
             heap=alive[0].heap if alive else "",
             surviving_heaps=[trial.heap for trial in alive],
@@ -271,20 +274,22 @@ def guess_size(small: int, small_bytes: int, large: int, large_bytes: int, limit
     return max(small, int(small + (limit_bytes - small_bytes) / slope)) if slope > 0 else large
 
 
+def step_at(size: int, unit: int) -> int:
+    """How exactly a size near this one is found."""
+    return max(unit, size // PRECISION // unit * unit)
+
+
 def find_largest(trains: Callable[[int], bool], *, guess: int, unit: int, most: int) -> int:
     """The largest multiple of ``unit`` up to ``most`` that trains, to one unit or a share of 1 / PRECISION.
 
     If a size trains, so does every smaller one. 0: none does.
     """
 
-    def step_at(size: int) -> int:
-        return max(unit, size // PRECISION // unit * unit)
-
     most = most // unit * unit
     low, high = 0, most + unit  # what trains, and what does not or is not wanted
     size = min(max(unit, guess // unit * unit), most)
-    step = step_at(size)
-    while high - low > step_at(low):
+    step = step_at(size, unit)
+    while high - low > step_at(low, unit):
         if trains(size):
             low = size
         else:

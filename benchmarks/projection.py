@@ -139,7 +139,9 @@ def nine_cases(max_slowdown: float, cases: Sequence[tuple[int, int]] = CASES) ->
                 sequence=1024,
                 dropout=0.1,
             )
-            problem = trace(shape, micro_batch=16, hardware=hardware, tensor_parallel=2, dtype=torch.float16)
+            problem = trace(
+                shape, micro_batch=16, hardware=hardware, parallelism=Parallelism(tensor=2), dtype=torch.float16
+            )
             choice = choose_within_time(problem, max_slowdown=max_slowdown, floor_bytes=floor_bytes(problem))
             before, moved = int(problem.kept_live_bytes.max()), {one.idx: one.size_bytes for one in problem.movables}
             offloaded = sum(moved[idx] for idx in choice.placements)

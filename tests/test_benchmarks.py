@@ -329,6 +329,20 @@ def test_the_largest_size_is_that_of_the_best_heap(monkeypatch: pytest.MonkeyPat
     assert (nothing.size, nothing.heap, nothing.peak_bytes) == (0, "", 0)
 
 
+def test_what_trains_only_once_is_not_the_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the edge, a few pages decide. What counts has trained a second time."""
+    monkeypatch.setattr(memory_limit, "library_bytes", lambda: 0)
+
+    class FickleCourse(LinearCourse):
+        def try_heap(self, contender: Contender, size: int, heap: str) -> Trial:
+            again = (size, heap) in self.tried
+            trial = super().try_heap(contender, size, heap)
+            return dataclasses.replace(trial, error="killed", steps=[]) if size == 20 and again else trial
+
+    found = FickleCourse().search(Contender(name="inductor", variant="inductor"), most=256)
+    assert (found.size, found.heap) == (19, "glibc, tuned")
+
+
 def test_of_the_heaps_that_survive_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_limit, "library_bytes", lambda: 0)
     found = LinearCourse().search(Contender(name="inductor", variant="inductor"), most=6)

@@ -37,6 +37,13 @@ def project(
     data: Annotated[int, typer.Option(min=1, help="Data-parallel GPUs.")] = 1,
     tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel GPUs.")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="Stages of the pipeline.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="GPUs that share the tokens of each sample.")] = 1,
+    expert: Annotated[
+        int, typer.Option(min=1, help="Data- and context-parallel GPUs over which the experts are spread.")
+    ] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Tensor-parallel GPUs share the tokens between products, too.")
+    ] = False,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of layers on each stage (virtual stages).")] = 1,
     fsdp: Annotated[bool, typer.Option(help="Data-parallel GPUs share parameters, gradients and states.")] = True,
     micro_batch: Annotated[int, typer.Option(min=1, max=1 << 16, help="Samples of one forward.")] = 1,
@@ -96,7 +103,15 @@ def project(
             efficiency=Efficiency(products=products),
         )
         parallelism = Parallelism(
-            data=data, tensor=tensor, pipeline=pipeline, chunks=chunks, fsdp=fsdp, micro_batches=micro_batches
+            data=data,
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            expert=expert,
+            sequence_parallel=sequence_parallel,
+            chunks=chunks,
+            fsdp=fsdp,
+            micro_batches=micro_batches,
         )
         workload = Workload(
             shape,

@@ -29,8 +29,36 @@ MODELS: Mapping[str, Shape] = {
         sequence=8192,
         tied=False,
     ),
+    "mixtral-8x7b": Shape(
+        family="llama",
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        ffn=14336,
+        vocab=32000,
+        sequence=8192,
+        tied=False,
+        experts=8,
+        experts_per_token=2,
+    ),
+    "deepseek-moe-16b": Shape(
+        family="llama",
+        layers=28,
+        hidden=2048,
+        heads=16,
+        kv_heads=16,
+        ffn=1408,
+        vocab=102400,
+        sequence=4096,
+        tied=False,
+        experts=64,
+        experts_per_token=6,
+        shared_experts=2,
+    ),
 }
-"""As published: Radford et al. (2019); Brown et al. (2020); The Llama 3 Herd of Models (arXiv 2407.21783), table 3."""
+"""As published: Radford et al. (2019); Brown et al. (2020); The Llama 3 Herd of Models (arXiv 2407.21783), table 3;
+Jiang et al. (2024); Dai et al. (2024). The first layer of DeepSeekMoE has no experts there."""
 
 
 def find_model(name: str) -> Shape:

@@ -136,12 +136,18 @@ def _schedule(sweep: Sweep) -> dict[str, str]:
     """What does not change with the sliders."""
     parallelism, shape = sweep.parallelism, sweep.projections[0].shape
     gpus = [f"tensor {parallelism.tensor}", f"pipeline {parallelism.pipeline}"]
+    if parallelism.context > 1:
+        gpus.append(f"context {parallelism.context}")
     sizes = [
         f"{sweep.projections[0].micro_batch} x {shape.sequence:,} tokens per micro-batch",
         f"{parallelism.micro_batches} micro-batches per step",
     ]
     if parallelism.chunks > 1:
         sizes.append(f"{parallelism.chunks} chunks per stage")
+    if parallelism.expert > 1:
+        sizes.append(f"experts over {parallelism.expert} GPUs")
+    if parallelism.sequence_parallel:
+        sizes.append("sequence parallelism")
     if parallelism.data > 1:
         sizes.append("FSDP" if parallelism.fsdp else "no FSDP")
     return {"gpus": " x ".join(gpus), "sizes": ", ".join(sizes)}
@@ -157,6 +163,9 @@ def _footer(sweep: Sweep) -> list[dict[str, Any]]:
         f"{shape.hidden:,}, {shape.heads} heads ({shape.kv_heads} for keys and values), feed-forward {shape.ffn:,}, "
         f"vocabulary {shape.vocab:,}, sequence {shape.sequence:,}"
     )
+    if shape.experts:
+        sizes += f", {shape.experts} experts of which a token visits {shape.experts_per_token}"
+        sizes += f" and {shape.shared_experts} shared ones" if shape.shared_experts else ""
     model = [sizes] if plain["source"] is None else [sizes, plain["source"]]
     shares = ", ".join(f"{name} {_percent(share)}" for name, share in dataclasses.asdict(efficiency).items())
     rates = (
@@ -170,8 +179,7 @@ def _footer(sweep: Sweep) -> list[dict[str, Any]]:
         "drives."
     )
     left_out = (
-        "Not in the model: stragglers, data loading, checkpoints, evaluation, context parallelism, and memory that "
-        "the allocator cannot use."
+        "Not in the model: stragglers, data loading, checkpoints, evaluation, and memory that the allocator cannot use."
     )
     network = f"Network between nodes: {cluster.network_bytes_per_s / 1e9:g} GB/s per GPU and direction."
     assumptions = [rates, network, memory, left_out]

@@ -11,14 +11,19 @@ arithmetic, with the usual formulas:
   (p - 1) / (v m + p - 1), and the first stage holds min(p, m) micro-batches, or p + (p - 1) / v if v > 1
   (Narayanan et al., 2021).
 * Tensor parallelism adds four all-reduces per layer, and two more if it is computed again; nothing hides them (Shoeybi
-  et al., 2019). One of n bytes moves 2 n (t - 1) / t bytes.
+  et al., 2019). One of n bytes moves 2 n (t - 1) / t bytes. With sequence parallelism, each is a reduce-scatter and a
+  gather, which move as much (Korthikanti et al., 2022).
+* Context parallelism gathers the keys and values of each layer in forward and in backward, and reduces their gradients
+  (The Llama 3 Herd of Models, section 3.3.2). Nothing hides that here.
+* Spread experts send each token to the GPUs of its experts and back, in forward and in backward: four all-to-alls per
+  layer, and two more if it is computed again (Lepikhin et al., 2020). Nothing hides them here, and all experts get
+  equally many tokens.
 * FSDP gathers the parameters twice per micro-batch and reduces the gradients once (Zhao et al., 2023). In a pipeline,
   only states are shared (ZeRO-1), and both happens once per step. What does not fit beside computation is exposed.
 * Adam with float32 states: 12 bytes per parameter, besides 2 each for the parameter and its gradient.
 * A drive lasts for its rated bytes divided by the rate of writes.
 
-Not in the model: stragglers, data loading, checkpoints, evaluation, context parallelism, and memory that the allocator
-cannot use.
+Not in the model: stragglers, data loading, checkpoints, evaluation, and memory that the allocator cannot use.
 """
 
 from __future__ import annotations
@@ -155,7 +160,7 @@ class Workload:
                 dataclasses.replace(shape, layers=layers),
                 micro_batch=micro_batch,
                 hardware=hardware,
-                tensor_parallel=parallelism.tensor,
+                parallelism=parallelism,
                 with_head=with_head,
                 recompute=recompute,
             )
@@ -172,11 +177,12 @@ class Workload:
         """The same micro-batch in another schedule or on other numbers of data-parallel GPUs; it is not traced again.
 
         Raises:
-            ConfigError: the numbers of stages or of tensor-parallel GPUs differ.
+            ConfigError: what differs changes what one GPU computes.
         """
+        changed = set(changes) - {"data", "micro_batches", "chunks", "fsdp"}
+        if any(changes[name] != getattr(self.parallelism, name) for name in changed):
+            raise ConfigError(f"With another {', '.join(sorted(changed))}, a micro-batch has to be traced again.")
         parallelism = dataclasses.replace(self.parallelism, **changes)
-        if (parallelism.tensor, parallelism.pipeline) != (self.parallelism.tensor, self.parallelism.pipeline):
-            raise ConfigError("With other stages or tensor-parallel GPUs, a micro-batch has to be traced again.")
         other = copy.copy(self)
         other.parallelism = parallelism
         return other
@@ -256,38 +262,56 @@ class Workload:
             host_bytes=0 if choice is None else choice.simulation.host_peak_bytes,
         )
 
+    def _parameters(self, expert: int) -> int:
+        """Of one stage and one tensor-parallel GPU, if the experts are spread over ``expert`` GPUs."""
+        shape, parallelism = self.shape, self.parallelism
+        layers = shape.parameters - shape.embedding_parameters - shape.expert_parameters
+        stage = (layers + shape.expert_parameters // expert) // parallelism.pipeline
+        return (stage + shape.embedding_parameters) // parallelism.tensor
+
     @property
     def _gpu_parameters(self) -> int:
-        """Of one stage and one tensor-parallel GPU."""
-        shape, parallelism = self.shape, self.parallelism
-        layers = (shape.parameters - shape.embedding_parameters) // parallelism.pipeline
-        return (layers + shape.embedding_parameters) // parallelism.tensor
+        """What one GPU computes with."""
+        return self._parameters(self.parallelism.expert)
+
+    @property
+    def _owned_parameters(self) -> float:
+        """What one GPU updates."""
+        return self._parameters(1) / self.parallelism.replicas if self.parallelism.fsdp else self._gpu_parameters
 
     def _states(self) -> int:
-        parameters, parallelism = self._gpu_parameters, self.parallelism
-        if not parallelism.fsdp or parallelism.data == 1:
-            return parameters * (2 * WEIGHT_BYTES + STATE_BYTES)
-        states = STATE_BYTES * parameters // parallelism.data
-        if parallelism.pipeline > 1:  # gradients are summed over micro-batches, and reduced once
-            return states + 2 * WEIGHT_BYTES * parameters
+        held, owned, parallelism = self._gpu_parameters, self._owned_parameters, self.parallelism
+        states = int(STATE_BYTES * owned)
+        if not parallelism.fsdp or parallelism.replicas == 1 or parallelism.pipeline > 1:
+            return states + 2 * WEIGHT_BYTES * held  # gradients are summed over micro-batches, and reduced once
         # Two layers are gathered at a time, of which one computes; embedding and head stay. The largest gradient is
         # complete before it is reduced.
-        layer, embedding = self.shape.layer_parameters, self.shape.embedding_parameters
-        whole = (2 * layer + embedding + max(layer, self.shape.vocab * self.shape.hidden)) // parallelism.tensor
-        return states + WEIGHT_BYTES * (2 * parameters // parallelism.data + whole)
+        shape = self.shape
+        away = shape.expert_parameters // shape.layers * (parallelism.expert - 1) // parallelism.expert
+        layer, embedding = shape.layer_parameters - away, shape.embedding_parameters
+        whole = (2 * layer + embedding + max(layer, shape.vocab * shape.hidden)) // parallelism.tensor
+        return int(states + WEIGHT_BYTES * (2 * owned + whole))
 
     def _communication_s(self, cluster: Cluster, *, recompute: bool = False) -> float:
         shape, parallelism, efficiency = self.shape, self.parallelism, cluster.efficiency.network
+        tokens = self.micro_batch * shape.sequence // parallelism.context
+        activation = tokens * shape.hidden * WEIGHT_BYTES
+        key_values = 2 * tokens * shape.kv_heads * shape.head_size * WEIGHT_BYTES // parallelism.tensor
+        # GPUs of a group, neighbours that it spans, collectives per layer, and bytes that one GPU sends in each
+        tensor, context, expert = parallelism.tensor, parallelism.context, parallelism.expert
+        again = 1.5 if recompute else 1.0
+        groups = (
+            (tensor, tensor, 4 * again, 2 * activation / tensor),
+            (context, context * tensor, 3 + recompute, key_values),
+            (expert, expert * tensor, 4 * again, activation * shape.experts_per_token / expert),
+        )
         exposed_s = 0.0
-        if parallelism.tensor > 1:
-            bandwidth = self._bandwidth(cluster, parallelism.tensor)
-            activation = self.micro_batch * shape.sequence * shape.hidden * WEIGHT_BYTES
-            moved = 2 * activation * (parallelism.tensor - 1) / parallelism.tensor
-            count = (6 if recompute else 4) * shape.layers // parallelism.pipeline
-            exposed_s += parallelism.slots * count * moved / (efficiency * bandwidth)
-        if parallelism.data > 1:
+        for size, span, count, sent in groups:
+            seconds = sent * (size - 1) / (efficiency * self._bandwidth(cluster, span))
+            exposed_s += parallelism.slots * count * shape.layers / parallelism.pipeline * seconds
+        if parallelism.replicas > 1:
             bandwidth = self._bandwidth(cluster, parallelism.gpus)
-            others = (parallelism.data - 1) / parallelism.data
+            others = (parallelism.replicas - 1) / parallelism.replicas
             once = self._gpu_parameters * WEIGHT_BYTES * others / (efficiency * bandwidth)
             if parallelism.fsdp and parallelism.pipeline == 1:
                 exposed_s += parallelism.micro_batches * max(0.0, 3 * once - self._problem.step_s)
@@ -302,8 +326,7 @@ class Workload:
 
     def _update_s(self, cluster: Cluster) -> float:
         """Adam reads and writes its states, and reads gradients and writes parameters."""
-        shared = self.parallelism.data if self.parallelism.fsdp else 1
-        moved = self._gpu_parameters / shared * 2 * (STATE_BYTES + WEIGHT_BYTES)
+        moved = self._owned_parameters * 2 * (STATE_BYTES + WEIGHT_BYTES)
         return moved / (cluster.efficiency.memory * cluster.gpu.memory_bytes_per_s)
 
 

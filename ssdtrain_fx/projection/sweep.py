@@ -41,6 +41,8 @@ MODEL_SOURCES: Mapping[str, str] = {
     "llama-3-8b": _LLAMA_3,
     "llama-3-70b": _LLAMA_3,
     "llama-3-405b": _LLAMA_3,
+    "mixtral-8x7b": "Mixtral of Experts (Jiang et al., 2024), table 1, https://arxiv.org/abs/2401.04088",
+    "deepseek-moe-16b": "DeepSeekMoE (Dai et al., 2024), table 1, https://arxiv.org/abs/2401.06066",
 }
 """Where the sizes of the published models are from."""
 
@@ -151,9 +153,10 @@ def sweep(
 
 
 def _powers(parallelism: Parallelism) -> list[int]:
-    """1, 2, 4 and so on, as long as the cluster has at most ``MOST_GPUS``."""
+    """1, 2, 4 and so on, as long as the cluster has at most ``MOST_GPUS``, and the experts can be spread."""
     most = MOST_GPUS // (parallelism.gpus // parallelism.data)
-    return [2**power for power in range(most.bit_length())]
+    powers = [2**power for power in range(most.bit_length())]
+    return [data for data in powers if data * parallelism.context % parallelism.expert == 0]
 
 
 def _name(shape: Shape) -> str:

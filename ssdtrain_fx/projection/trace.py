@@ -12,6 +12,7 @@ from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.planning.transfer_problem import TransferProblem
+from ssdtrain_fx.projection.parallelism import Parallelism
 from ssdtrain_fx.projection.stretch import stretch
 from ssdtrain_fx.projection.transformer import Shape, Transformer
 from ssdtrain_fx.report.explain import explain
@@ -26,7 +27,7 @@ def trace(
     *,
     micro_batch: int,
     hardware: Hardware,
-    tensor_parallel: int = 1,
+    parallelism: Parallelism | None = None,
     with_head: bool = True,
     recompute: bool = False,
     dtype: torch.dtype = torch.bfloat16,
@@ -35,7 +36,7 @@ def trace(
 
     Args:
         micro_batch: samples.
-        tensor_parallel: how many GPUs share each layer.
+        parallelism: how GPUs share each layer. None: there is one.
         with_head: False: the first stage of a pipeline.
         recompute: backward computes each layer again.
 
@@ -44,6 +45,10 @@ def trace(
     """
     if micro_batch < 1:
         raise ConfigError(f"The micro-batch is {micro_batch}; expected at least 1.")
+    parallelism = parallelism or Parallelism()
+    visits = micro_batch * shape.sequence // parallelism.context * shape.experts_per_token
+    if visits * parallelism.expert < shape.experts:
+        raise ConfigError(f"A micro-batch visits {visits * parallelism.expert} of {shape.experts} experts: too few.")
     error: ConfigError | None = None
     for few in TRACED_LAYERS:
         for traced in (few, few + 1):
@@ -52,7 +57,7 @@ def trace(
                 dataclasses.replace(shape, layers=traced) if is_deep else shape,
                 micro_batch=micro_batch,
                 hardware=hardware,
-                tensor_parallel=tensor_parallel,
+                parallelism=parallelism,
                 with_head=with_head,
                 recompute=recompute,
                 dtype=dtype,
@@ -72,7 +77,7 @@ def trace_whole(
     *,
     micro_batch: int,
     hardware: Hardware,
-    tensor_parallel: int = 1,
+    parallelism: Parallelism | None = None,
     with_head: bool = True,
     recompute: bool = False,
     dtype: torch.dtype = torch.bfloat16,
@@ -83,9 +88,9 @@ def trace_whole(
     torch.set_default_dtype(dtype)
     try:
         with FakeTensorMode():
-            module = Transformer(shape, tensor_parallel, with_head=with_head, recompute=recompute)
-            tokens = torch.empty(micro_batch, shape.sequence, dtype=torch.int64)
-            labels = torch.empty(micro_batch, shape.sequence, dtype=torch.int64)
+            module = Transformer(shape, parallelism, with_head=with_head, recompute=recompute)
+            size = (micro_batch, shape.sequence // module.parallelism.context)
+            tokens, labels = (torch.empty(size, dtype=torch.int64) for _ in range(2))
             config = OffloadConfig(hardware=hardware, recompute=False, max_slowdown=0.0)
             report = explain(module, tokens, labels, config=config)
     finally:

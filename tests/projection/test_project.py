@@ -19,8 +19,9 @@ from ssdtrain_fx.projection.machine import Efficiency, machine
 from ssdtrain_fx.projection.models import MODELS, find_model
 from ssdtrain_fx.projection.parallelism import Parallelism
 from ssdtrain_fx.projection.project import CONTEXT_BYTES, Cluster, Projection, Workload
+from ssdtrain_fx.projection.sweep import sweep
 from ssdtrain_fx.projection.trace import trace
-from ssdtrain_fx.projection.transformer import Shape, Transformer, flops_per_token, share
+from ssdtrain_fx.projection.transformer import Shape, Transformer, check_shares, flops_per_token
 
 SHAPE = Shape(
     family="llama", layers=8, hidden=512, heads=8, kv_heads=2, ffn=1536, vocab=2048, sequence=2048, tied=False
@@ -123,26 +124,111 @@ def test_tensor_parallel_gpus_share_layers_and_talk() -> None:
     assert sixteen > two.communication_s
 
 
+SHALLOW = dataclasses.replace(SHAPE, layers=2)
+
+
+@functools.cache
+def shallow(shape: Shape = SHALLOW, **parallelism: Any) -> Workload:
+    return Workload(shape, micro_batch=4, parallelism=Parallelism(**parallelism), cluster=CLUSTER)
+
+
+def test_sequence_parallel_gpus_share_what_lies_between_products() -> None:
+    """Of the estimate for a layer, s b h (10 + 24 / t), they share the 10 as well: masks, and inputs of norms, of
+    attention and of the feed-forward network (Korthikanti et al., 2022)."""
+    shape = dataclasses.replace(SHAPE, family="gpt", kv_heads=8, ffn=2048, dropout=0.1)
+    unit = 4 * 2048 * 512
+    for shared, estimate in ((False, 10 + 24 / 8), (True, (10 + 24) / 8)):
+        three, one = (saved_bytes(shape, layers, tensor=8, sequence_parallel=shared) for layers in (3, 1))
+        assert (three - one) / 2 / unit == pytest.approx(estimate, rel=0.2)
+
+
+def saved_bytes(shape: Shape, layers: int, **parallelism: Any) -> int:
+    """Between forward and backward."""
+    shape, hardware = dataclasses.replace(shape, layers=layers), machine(CLUSTER.gpu, CLUSTER.drive)
+    problem = trace(shape, micro_batch=4, hardware=hardware, parallelism=Parallelism(**parallelism))
+    return int(problem.kept_live_bytes[problem.marker])
+
+
+def test_context_parallel_gpus_share_tokens() -> None:
+    one, two = shallow().project(CLUSTER), shallow(context=2).project(CLUSTER)
+    assert two.parallelism.gpus == 2
+    assert two.keep.activation_bytes == pytest.approx(one.keep.activation_bytes / 2, rel=0.15)
+    assert two.keep.tokens_per_s > one.keep.tokens_per_s
+    assert two.state_bytes < one.state_bytes  # they share states, as data-parallel GPUs do
+    key_values = 2 * (4 * 1024) * SHAPE.kv_heads * SHAPE.head_size * 2
+    rate = CLUSTER.efficiency.network * CLUSTER.gpu.link_bytes_per_s
+    alone = shallow(context=2).with_parallelism(fsdp=False)
+    reduction_s = max(0.0, 2 * SHALLOW.parameters * 2 / 2 / rate - alone._problem.step_s)
+    assert alone.project(CLUSTER).communication_s == pytest.approx(2 * 3 * key_values / rate + reduction_s)
+
+
+MIXED = dataclasses.replace(SHALLOW, ffn=512, experts=8, experts_per_token=2, shared_experts=1)
+
+
+def test_experts() -> None:
+    """A token visits 2 of 8 experts, and a shared one: three times the width of one."""
+    assert MIXED.layer_parameters - SHALLOW.layer_parameters == (9 - 3) * MIXED.ffn_parameters + 8 * 512
+    assert MIXED.active_parameters == pytest.approx(SHALLOW.parameters, rel=0.01)
+    assert flops_per_token(MIXED) == pytest.approx(flops_per_token(SHALLOW), rel=0.01)
+    real = sum(parameter.numel() for parameter in Transformer(MIXED).parameters())
+    assert real == pytest.approx(MIXED.parameters, rel=0.01)
+    dense, mixed = (shallow(shape, data=8, fsdp=False)._problem for shape in (SHALLOW, MIXED))
+    assert dense.step_s < mixed.step_s < 1.5 * dense.step_s
+    assert mixed.kept_live_bytes.max() > dense.kept_live_bytes.max()
+
+
+def test_spread_experts() -> None:
+    """8 GPUs hold one expert each, and as many tokens come as leave."""
+    spread = shallow(MIXED, data=8, expert=8, fsdp=False)
+    alone, shared = (workload.project(CLUSTER) for workload in (shallow(MIXED, data=8, fsdp=False), spread))
+    assert alone.state_bytes - shared.state_bytes == 16 * MIXED.expert_parameters * 7 // 8
+    assert shared.keep.activation_bytes == pytest.approx(alone.keep.activation_bytes, rel=0.05)
+    sent = 4 * 2048 * 512 * 2 * 2 * 7 / 8  # samples, tokens, hidden, bytes, visits, and the share that leaves
+    rate = CLUSTER.efficiency.network * CLUSTER.gpu.link_bytes_per_s
+    held = MIXED.parameters - MIXED.expert_parameters * 7 // 8
+    reduction_s = max(0.0, 2 * held * 2 * 7 / 8 / rate - spread._problem.step_s)
+    assert shared.communication_s == pytest.approx(2 * 4 * sent / rate + reduction_s)
+    grid = sweep(spread, CLUSTER, drives_per_gpu=[1], max_slowdowns=[0.02])
+    assert all(data % 8 == 0 for data in grid.data)  # with fewer GPUs, nobody would hold some of the experts
+
+
+def test_what_shares_states_updates_its_share() -> None:
+    whole, spread = (
+        shallow(MIXED, data=8, fsdp=False, expert=expert).with_parallelism(fsdp=True).project(CLUSTER)
+        for expert in (1, 8)
+    )
+    assert whole.update_s == spread.update_s
+    assert whole.state_bytes > spread.state_bytes  # of the two layers that are gathered, all experts
+
+
 def test_a_workload_is_not_traced_again_for_other_numbers_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     one = workload()
     monkeypatch.setattr("ssdtrain_fx.projection.project.trace", None)
     assert one.with_parallelism(data=8).project(CLUSTER).parallelism.gpus == 8
     assert one.parallelism.gpus == 1
-    with pytest.raises(ConfigError, match="has to be traced again"):
-        one.with_parallelism(tensor=2)
+    with pytest.raises(ConfigError, match="With another context, tensor, a micro-batch has to be traced again"):
+        one.with_parallelism(tensor=2, context=2)
 
 
 def test_parameters_are_those_of_the_traced_model() -> None:
     """All but norms, biases and positions, which hardly count."""
     for family in ("gpt", "llama", "bert", "t5"):
         shape = dataclasses.replace(SHAPE, family=family, kv_heads=8)
-        real = sum(parameter.numel() for parameter in Transformer(shape, 1).parameters())
+        real = sum(parameter.numel() for parameter in Transformer(shape).parameters())
         assert shape.parameters <= real < 1.05 * shape.parameters + shape.sequence * shape.hidden
 
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("gpt2-xl", 1.56), ("gpt3-175b", 175), ("llama-3-8b", 8.0), ("llama-3-70b", 70.6), ("llama-3-405b", 405)],
+    [
+        ("gpt2-xl", 1.56),
+        ("gpt3-175b", 175),
+        ("llama-3-8b", 8.0),
+        ("llama-3-70b", 70.6),
+        ("llama-3-405b", 405),
+        ("mixtral-8x7b", 46.7),
+        ("deepseek-moe-16b", 16.4),
+    ],
 )
 def test_published_models_have_the_published_size(name: str, billions: float) -> None:
     assert MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.03)
@@ -190,7 +276,7 @@ def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="A stage with 2 layers cannot have 3 equal chunks"):
         workload(pipeline=4, chunks=3)
     with pytest.raises(ConfigError, match="4 GPUs cannot share a layer with 20 heads, 10 of keys and values"):
-        share(dataclasses.replace(SHAPE, hidden=640, heads=20, kv_heads=10), 4)
+        check_shares(dataclasses.replace(SHAPE, hidden=640, heads=20, kv_heads=10), Parallelism(tensor=4))
     with pytest.raises(ConfigError, match="7 GPUs cannot share a layer with 8 heads"):
         workload(tensor=7)
     with pytest.raises(ConfigError, match="Parallelism has micro_batches=0; expected at least 1"):
@@ -203,6 +289,16 @@ def test_what_cannot_be() -> None:
         trace(SHAPE, micro_batch=0, hardware=machine(CLUSTER.gpu, CLUSTER.drive))
     with pytest.raises(ConfigError, match="hidden is 512, which 7 does not divide"):
         dataclasses.replace(SHAPE, heads=7)
+    with pytest.raises(ConfigError, match=r"Experts cannot be spread over 3 GPUs: 4 \(data \* context\) hold the same"):
+        Parallelism(data=2, context=2, expert=3)
+    with pytest.raises(ConfigError, match="16 GPUs cannot share 8 experts"):
+        check_shares(MIXED, Parallelism(data=16, expert=16))
+    with pytest.raises(ConfigError, match="6 GPUs cannot share 2048 tokens"):
+        check_shares(SHAPE, Parallelism(context=3, tensor=2, sequence_parallel=True))
+    with pytest.raises(ConfigError, match="only layers of llama have experts"):
+        dataclasses.replace(SHAPE, family="gpt", kv_heads=8, experts=4, experts_per_token=1)
+    with pytest.raises(ConfigError, match="A micro-batch visits 2 of 8 experts: too few"):
+        trace(dataclasses.replace(MIXED, sequence=1), micro_batch=1, hardware=machine(CLUSTER.gpu, CLUSTER.drive))
     with pytest.raises(ConfigError, match=r"There is no model 'llama'. Known are gpt2-xl"):
         find_model("llama")
 

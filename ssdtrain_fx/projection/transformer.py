@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -147,7 +147,8 @@ def _repeat(x: Tensor, dim: int, times: int) -> Tensor:
     def gather(x: Tensor) -> Tensor:
         return torch.cat([x] * times, dim)
 
-    return checkpoint(gather, x, use_reentrant=False)  # pyright: ignore[reportReturnType]
+    gathered: Any = checkpoint(gather, x, use_reentrant=False)
+    return gathered
 
 
 def own_tokens(x: Tensor, parallelism: Parallelism) -> Tensor:
@@ -237,8 +238,9 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort()[: chosen.numel() // self.count * self.count]
         rows = order // self.per_token
         gate, up = torch.bmm(tokens[rows].unflatten(0, (self.count, -1)), self.up).chunk(2, -1)
-        made = torch.bmm(F.silu(gate) * up, self.down).flatten(0, 1) * weights.flatten()[order].unsqueeze(-1)
-        mixed = torch.zeros_like(tokens).index_add(0, rows, made).unflatten(0, x.shape[:2])
+        inside: Tensor = F.silu(gate) * up
+        made = torch.bmm(inside, self.down).flatten(0, 1) * weights.flatten()[order].unsqueeze(-1)
+        mixed: Tensor = torch.zeros_like(tokens).index_add(0, rows, made).unflatten(0, x.shape[:2])
         return mixed if self.shared is None else mixed + self.shared(x)
 
 

@@ -237,10 +237,10 @@ class Experts(nn.Module):
         weights, chosen = self.router(tokens).float().softmax(-1).to(x.dtype).topk(self.per_token)
         order = chosen.flatten().argsort()[: chosen.numel() // self.count * self.count]
         rows = order // self.per_token
-        gate, up = torch.bmm(tokens[rows].unflatten(0, (self.count, -1)), self.up).chunk(2, -1)
-        inside: Tensor = F.silu(gate) * up
-        made = torch.bmm(inside, self.down).flatten(0, 1) * weights.flatten()[order].unsqueeze(-1)
-        mixed: Tensor = torch.zeros_like(tokens).index_add(0, rows, made).unflatten(0, x.shape[:2])
+        mine: Any = tokens[rows].unflatten(0, (self.count, -1))
+        gate, up = torch.bmm(mine, self.up).chunk(2, -1)
+        made = torch.bmm(F.silu(gate) * up, self.down).flatten(0, 1) * weights.flatten()[order].unsqueeze(-1)
+        mixed: Any = torch.zeros_like(tokens).index_add(0, rows, made).unflatten(0, x.shape[:2])
         return mixed if self.shared is None else mixed + self.shared(x)
 
 

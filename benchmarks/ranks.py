@@ -165,11 +165,11 @@ def in_pipeline(job: Job, layers: nn.Sequential, backend: Any) -> tuple[Step, li
         forwards."""
 
         def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            with ssdtrain_fx.micro_batch((self.stage_index, fwd_chunk_id)):
+            with ssdtrain_fx.micro_batch(fwd_chunk_id):
                 return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
         def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            ssdtrain_fx.expect_backward((self.stage_index, bwd_chunk_id + 1))
+            ssdtrain_fx.expect_backward(bwd_chunk_id + 1)
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     make_stage = ToldStage if job.parallelism == "1f1b-told" else pipelining.PipelineStage

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -147,8 +147,7 @@ def _repeat(x: Tensor, dim: int, times: int) -> Tensor:
     def gather(x: Tensor) -> Tensor:
         return torch.cat([x] * times, dim)
 
-    gathered: Any = checkpoint(gather, x, use_reentrant=False)
-    return gathered
+    return cast(Any, checkpoint)(gather, x, use_reentrant=False)
 
 
 def own_tokens(x: Tensor, parallelism: Parallelism) -> Tensor:
@@ -237,10 +236,9 @@ class Experts(nn.Module):
         weights, chosen = self.router(tokens).float().softmax(-1).to(x.dtype).topk(self.per_token)
         order = chosen.flatten().argsort()[: chosen.numel() // self.count * self.count]
         rows = order // self.per_token
-        mine: Any = tokens[rows].unflatten(0, (self.count, -1))
-        gate, up = torch.bmm(mine, self.up).chunk(2, -1)
+        gate, up = torch.bmm(tokens[rows].view(self.count, -1, x.shape[-1]), self.up).chunk(2, -1)
         made = torch.bmm(F.silu(gate) * up, self.down).flatten(0, 1) * weights.flatten()[order].unsqueeze(-1)
-        mixed: Any = torch.zeros_like(tokens).index_add(0, rows, made).unflatten(0, x.shape[:2])
+        mixed = torch.zeros_like(tokens).index_add(0, rows, made).view(x.shape)
         return mixed if self.shared is None else mixed + self.shared(x)
 
 

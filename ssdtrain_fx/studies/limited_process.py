@@ -156,6 +156,14 @@ def _run(kind: str, program: str, arguments: Sequence[str], limit_bytes: int, ti
     return LimitedRun(kind, done.returncode, done.stdout, done.stderr)
 
 
+def swap_is_on() -> bool:
+    """Whether this machine swaps to anything."""
+    try:
+        return len(Path("/proc/swaps").read_text().splitlines()) > 1  # the first one is a head
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def _resource_limit(limit_bytes: int, swap_bytes: int) -> Generator[EnforcedLimit]:
     if swap_bytes:
@@ -167,11 +175,14 @@ def _resource_limit(limit_bytes: int, swap_bytes: int) -> Generator[EnforcedLimi
 def _cgroup(version: CgroupVersion, limit_bytes: int, swap_bytes: int) -> Generator[EnforcedLimit]:
     directory = _make_cgroup(version)
     limited = EnforcedLimit(f"echo $$ > '{directory}/cgroup.procs'", directory, PEAK_FILES[version.name])
+    swap = {"memory.memsw.limit_in_bytes": limit_bytes + swap_bytes, "memory.swap.max": swap_bytes}
     try:
         (directory / version.limit).write_text(str(limit_bytes))
-        for name, value in (("memory.memsw.limit_in_bytes", limit_bytes + swap_bytes), ("memory.swap.max", swap_bytes)):
-            if (directory / name).exists():
-                (directory / name).write_text(str(value))
+        present = [name for name in swap if (directory / name).exists()]
+        if not present and (swap_bytes or swap_is_on()):
+            raise OSError("this kernel does not limit the swap of a cgroup")
+        for name in present:
+            (directory / name).write_text(str(swap[name]))
         yield limited
     finally:
         _remove_cgroup(limited, directory)

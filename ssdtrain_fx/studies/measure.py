@@ -49,8 +49,11 @@ Variant = Literal[
     "budget",
     "hooks_host",
     "hooks_disk",
+    "ssdtrain_checkpoint",
     "eager",
     "eager_checkpoint",
+    "eager_hooks_disk",
+    "eager_checkpoint_hooks_disk",
 ]
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """What every worker gets beside the caller's environment. cuBLAS is deterministic only with a fixed workspace."""
@@ -81,7 +84,7 @@ class Run:
     `budget` is Inductor under torch's `activation_memory_budget`. `hooks_host` and `hooks_disk` are Inductor under
     saved-tensor hooks: torch's `save_on_cpu`, and `SavedTensorsOnDisk`.
 
-    `eager` compiles nothing, and `eager_checkpoint` is `eager` with one checkpoint per layer.
+    `ssdtrain_checkpoint` is `ssdtrain` with one checkpoint per layer. What begins with `eager` compiles nothing.
     """
     regional: bool = False
     """Each layer is compiled on its own, and what lies between them runs as plain PyTorch."""
@@ -320,6 +323,10 @@ class Worker:
     def rest(self) -> Rest:
         """What the process holds when no step is in progress. The gradients of the last step are gone afterwards."""
         return Rest(**self._request({"rest": True}))
+
+    def kill(self) -> None:
+        """End the process at once. Whoever waits for a reply gets a WorkerError."""
+        self._process.kill()
 
     def close(self) -> None:
         """End the process; it leaves by itself when its input ends."""

@@ -55,7 +55,7 @@ class Trainer:
         )
         self._make_batch = zoo.text_batches(batch=run.batch, sequence=run.sequence) if run.text else make_batch
         self._module = module.to(run.device, self._dtype)
-        if run.variant in ("checkpoint", "selective", "eager_checkpoint"):
+        if "checkpoint" in run.variant or run.variant == "selective":
             zoo.checkpoint_every_layer(self._module, selective=run.variant == "selective")
         self._compiled = cast(Callable[..., Tensor], _compile(self._module, run))
         parameters = list(self._module.parameters())
@@ -125,7 +125,7 @@ class Trainer:
         )
 
     def _statistics(self) -> Statistics:
-        return ops.statistics() if self._run.variant == "ssdtrain" else Statistics()
+        return ops.statistics() if self._run.variant.startswith("ssdtrain") else Statistics()
 
     def save_gradients(self, names: Sequence[str], path: str) -> dict[str, Any]:
         torch.save({name: self.gradients()[name].cpu() for name in names}, path)
@@ -162,10 +162,15 @@ def _size_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _compile(module: nn.Module, run: Run) -> Callable[..., object]:
-    if run.variant in ("eager", "eager_checkpoint"):
-        return module
+    if run.variant.endswith("hooks_disk"):
+        called = module if run.variant.startswith("eager") else _compile_with(module, run)
+        return rivals.with_hooks(called, rivals.SavedTensorsOnDisk(run.options.get("ssd_dir")))
+    return module if run.variant.startswith("eager") else _compile_with(module, run)
+
+
+def _compile_with(module: nn.Module, run: Run) -> Any:
     backend: Any = "inductor"
-    if run.variant == "ssdtrain":
+    if run.variant.startswith("ssdtrain"):
         backend = make_backend(OffloadConfig.from_options(run.options))
     elif run.variant == "rewrites":
         backend = make_backend(OffloadConfig.from_options({**run.options, "policy": _keep_all}))
@@ -179,8 +184,6 @@ def _compile(module: nn.Module, run: Run) -> Callable[..., object]:
         return rivals.with_activation_budget(compiled, run.options["activation_memory_budget"])
     if run.variant == "hooks_host":
         return rivals.with_hooks(compiled, torch.autograd.graph.save_on_cpu(pin_memory=run.device != "cpu"))
-    if run.variant == "hooks_disk":
-        return rivals.with_hooks(compiled, rivals.SavedTensorsOnDisk(run.options.get("ssd_dir")))
     return compiled
 
 

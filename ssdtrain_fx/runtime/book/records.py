@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import weakref
-from collections.abc import Hashable
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -19,6 +19,9 @@ from ssdtrain_fx.runtime.handles.tokens import OwnerRef
 from ssdtrain_fx.runtime.memory.movers import Mark, Region
 from ssdtrain_fx.runtime.memory.staging import StagingBuffer
 from ssdtrain_fx.runtime.storage.slots import Slot
+
+MicroBatch: TypeAlias = "int | str | tuple[MicroBatch, ...]"
+"""What a training loop calls one. To compare two runs no code of the user: that happens while the lock is held."""
 
 
 class ChunkState(enum.Enum):
@@ -188,10 +191,10 @@ class GraphRun:
         "used_bytes",
     )
 
-    def __init__(self, graph_name: str, before: GraphRun | None, micro_batch: Hashable) -> None:
+    def __init__(self, graph_name: str, before: GraphRun | None, micro_batch: MicroBatch | None) -> None:
         self.graph_name = graph_name
         self.micro_batch = micro_batch
-        """What the training loop calls it."""
+        """What the training loop calls it; None: nobody has said."""
         self._before = None if before is None else weakref.ref(before)
         self._after: weakref.ref[GraphRun] | None = None
         if before is not None:

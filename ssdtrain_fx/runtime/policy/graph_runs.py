@@ -15,8 +15,8 @@ So the guess is the run before, unless its backward has been; then it is the run
 backward and the last one, as in 1F1B, another one will run before the next backward. What is read ahead would be in
 memory during it, so nothing is.
 
-A training loop may say which backward comes next (:mod:`ssdtrain_fx.runtime.policy.schedule_hints`). Then nothing is
-guessed, but that the runs of one micro-batch come back in the reverse order of forward.
+A training loop may say which backward comes next (:mod:`ssdtrain_fx.runtime.policy.schedule_hints`). Then only one
+thing is guessed: that the runs of one micro-batch come back in the reverse order of forward.
 
 Guarantees:
 
@@ -32,11 +32,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable
 
 from ssdtrain_fx.runtime.book.ledger import Ledger
-from ssdtrain_fx.runtime.book.records import Entry, GraphRun
-from ssdtrain_fx.runtime.policy.schedule_hints import UNTOLD, ScheduleHints, schedule_hints
+from ssdtrain_fx.runtime.book.records import Entry, GraphRun, MicroBatch
+from ssdtrain_fx.runtime.policy.schedule_hints import ScheduleHints, schedule_hints
 
 
 class _OfThread(threading.local):
@@ -55,7 +54,7 @@ class GraphRuns:
         self._ledger = ledger
         self._hints = hints
         self._of_thread = _OfThread()
-        self._last_run: weakref.WeakValueDictionary[Hashable, GraphRun] = weakref.WeakValueDictionary()
+        self._last_run: weakref.WeakValueDictionary[MicroBatch, GraphRun] = weakref.WeakValueDictionary()
         """The last run of each micro-batch that has a name."""
         self._forward_came = False
         """A forward has begun since the last backward began."""
@@ -69,7 +68,7 @@ class GraphRuns:
         if run is None or (run.graph_name, run.micro_batch) != (graph_name, key) or entry.name in run.names:
             run = mine.forward = GraphRun(graph_name, run, key)
             self._forward_came = True
-            if key is not UNTOLD:
+            if key is not None:
                 self._last_run[key] = run
         run.handles.append(handle)
         run.names.add(entry.name)
@@ -93,7 +92,8 @@ class GraphRuns:
         self._turn_by_graph.setdefault(run.graph_name, {})[entry.name] = run.reload_count
         if mine.guess is not None:
             current, ahead = mine.guess[0](), mine.guess[1]()
-            if run is not current and run is not ahead:
+            # A forward that is computed again within the present backward has a backward of its own.
+            if run is not current and run is not ahead and ahead is not self._told():
                 mine.guess = None
                 if ahead is not None:
                     self._forget(ahead)
@@ -106,9 +106,13 @@ class GraphRuns:
         run.used_bytes += run.last_waited_bytes
         run.last_waited_bytes = entry.byte_count
         ahead, entries = self._next(run)
+        mine = self._of_thread
+        other = None if mine.guess is None else mine.guess[1]()
+        if other is not None and other is not ahead and other is not run:  # another expectation than before
+            self._forget(other)
         if ahead is None:
             return []
-        self._of_thread.guess = weakref.ref(run), weakref.ref(ahead)
+        mine.guess = weakref.ref(run), weakref.ref(ahead)
         entries.reverse()
         room_bytes = run.used_bytes - sum(other.byte_count for other in entries if other.ahead is not None)
         turns = self._turn_by_graph.get(ahead.graph_name, {})
@@ -125,18 +129,18 @@ class GraphRuns:
 
     def _next(self, run: GraphRun) -> tuple[GraphRun | None, list[Entry]]:
         """The run whose backward comes after that of ``run``, and its entries; None: unknown, or there is none."""
-        candidates = [run.before]
-        if self._hints.expected is not UNTOLD:
-            told = self._last_run.get(self._hints.expected)
-            same = run.before is not None and run.before.micro_batch == run.micro_batch
-            candidates = [run.before, told] if same else [told]
-        elif not run.follows_forward:
-            candidates.append(run.after)
-        for candidate in candidates:
+        before = run.before
+        same = before is not None and run.micro_batch is not None and before.micro_batch == run.micro_batch
+        for candidate in (before if same else None, self._told(), before, None if run.follows_forward else run.after):
             entries = self._to_come(candidate)
             if entries:
                 return candidate, entries
         return None, []
+
+    def _told(self) -> GraphRun | None:
+        """The last run of the micro-batch whose backward comes next, as far as that was said."""
+        expected = self._hints.expected
+        return None if expected is None else self._last_run.get(expected)
 
     def _to_come(self, run: GraphRun | None) -> list[Entry]:
         """The entries of ``run`` if its backward has not begun."""

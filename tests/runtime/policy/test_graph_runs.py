@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from ssdtrain_fx import expect_backward, micro_batch
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.runtime.engine import Engine
-from ssdtrain_fx.runtime.policy.schedule_hints import UNTOLD, ScheduleHints, schedule_hints
+from ssdtrain_fx.runtime.policy.schedule_hints import ScheduleHints, schedule_hints
 
 CPU = torch.device("cpu")
 NAMES = ["a", "b", "c"]
@@ -70,7 +71,7 @@ def ahead_runs(engine: Engine) -> set[tuple[str, object]]:
 @pytest.fixture(autouse=True)
 def nothing_expected() -> Iterator[None]:
     yield
-    schedule_hints.expected = UNTOLD
+    schedule_hints.expected = None
 
 
 def test_backward_reads_ahead_for_the_run_before_no_more_than_it_has_used(engine: Engine) -> None:
@@ -132,7 +133,7 @@ def test_where_forwards_and_backwards_alternate_what_is_told_is_read_ahead(engin
     graph.backward(runs.pop(0), 40.0)
     graph.backward(runs.pop(0), 50.0)
     assert engine.statistics().ahead_bytes == 4 * 2 * SIZE_BYTES
-    assert schedule_hints.expected is UNTOLD  # the backward of 4 has begun
+    assert schedule_hints.expected is None  # the backward of 4 has begun
 
 
 def test_told_backwards_of_several_graphs_come_in_the_reverse_order_of_forward(engine: Engine) -> None:
@@ -152,6 +153,66 @@ def test_told_backwards_of_several_graphs_come_in_the_reverse_order_of_forward(e
         one.backward(first, value)
         assert ahead_runs(engine) == ({("other", expected)} if expected in runs else set())
     assert engine.statistics().ahead_bytes == 5 * 2 * SIZE_BYTES
+
+
+def test_what_is_told_comes_before_what_would_be_guessed(engine: Engine) -> None:
+    """Unknown micro-batches are guessed, also later: an expectation that never comes true does no harm."""
+    graph = Graph(engine)
+    runs = []
+    for number in range(4):
+        with micro_batch((7, number)):
+            runs.append(graph.forward(10.0 * number))
+    for number, expected, ahead in ((3, 0, 0), (0, 9, 1), (1, 9, 2)):
+        expect_backward((7, expected))
+        graph.backward(runs[number], 10.0 * number)
+        assert ahead_runs(engine) == {("graph", (7, ahead))}
+    assert engine.statistics().ahead_bytes == 2 * 2 * SIZE_BYTES
+    graph.backward(runs[2], 20.0)
+
+
+def test_unnamed_runs_are_not_of_one_micro_batch(engine: Engine) -> None:
+    graph = Graph(engine)
+    with micro_batch("told"):
+        told = graph.forward(0.0)
+    first, second = graph.forward(10.0), graph.forward(20.0)
+    expect_backward("told")
+    graph.backward(second, 20.0)
+    assert ahead_runs(engine) == {("graph", "told")}
+    graph.backward(told, 0.0)
+    graph.backward(first, 10.0)
+
+
+def test_another_expectation_gives_back_what_was_read_for_the_first(engine: Engine) -> None:
+    """What is read ahead never takes more memory than the present backward has finished with."""
+    graph = Graph(engine)
+    runs = []
+    for number in range(4):
+        with micro_batch(number):
+            runs.append(graph.forward(10.0 * number))
+    for expected, name in zip((1, 2, 3), "cba", strict=True):
+        expect_backward(expected)
+        y = engine.reload(runs[0][name], (SIZE,), (1,), torch.float32, CPU)
+        engine.wait(y, runs[0][name])
+        assert ahead_runs(engine) == (set() if name == "c" else {("graph", expected)})
+    assert len(ahead_of(engine)) == 2
+    graph.backward(runs[3], 30.0)
+
+
+def test_a_forward_that_backward_computes_again_leaves_what_was_told(engine: Engine) -> None:
+    """As checkpoints do: the layer has a run of its own, and its backward comes at once."""
+    graph, layer = Graph(engine), Graph(engine, "layer")
+    runs = []
+    for number in range(2):
+        with micro_batch(number):
+            runs.append(graph.forward(10.0 * number))
+    expect_backward(1)
+    graph.backward(runs[0], 0.0)
+    for _ in range(3):
+        layer.backward(layer.forward(50.0), 50.0)
+        assert ("graph", 1) in ahead_runs(engine)
+    graph.backward(runs[1], 10.0)
+    engine.wait_until_idle()
+    assert engine.statistics().bytes_read == (6 + 9) * SIZE_BYTES  # nothing was read twice
 
 
 def test_what_is_told_and_does_not_come_costs_reads_and_nothing_else(engine: Engine) -> None:
@@ -177,15 +238,22 @@ def test_the_micro_batch_of_a_forward_ends_with_its_block() -> None:
             raise RuntimeError
         assert hints.micro_batch == "outer"
         with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(lambda: hints.micro_batch).result() is UNTOLD
-    assert hints.micro_batch is UNTOLD
+            assert pool.submit(lambda: hints.micro_batch).result() is None
+            pool.submit(hints.expect, 3).result()
+    assert hints.micro_batch is None
+    assert hints.expected == 3  # for all threads: backward may run in another one
 
 
 def test_a_key_that_cannot_be_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"micro_batch\(\[1\]\): a list cannot be a key"), micro_batch([1]):  # pyright: ignore[reportArgumentType]
-        pass
-    with pytest.raises(ConfigError, match=r"expect_backward\(\{\}\): a dict cannot be a key"):
-        expect_backward({})  # pyright: ignore[reportArgumentType]
+    """What is compared while the engine holds its lock must not run code of the user, or raise."""
+    keys: list[Any] = [[1], 1.5, None, True, torch.tensor(1), (0, torch.zeros(2)), ("a", (1, 2.0))]
+    for key in keys:
+        with pytest.raises(ConfigError, match="expected the number of a micro-batch"), micro_batch(key):
+            pass
+        with pytest.raises(ConfigError, match="expected the number of a micro-batch"):
+            expect_backward(key)
+    with micro_batch((0, ("a", 1))):
+        expect_backward("b")
 
 
 def test_runs_that_are_over_leave_no_name_behind(engine: Engine) -> None:

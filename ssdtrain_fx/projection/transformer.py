@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+from torch.utils import checkpoint as torch_checkpoint
 
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.projection.parallelism import Parallelism
 
 Family = Literal["gpt", "bert", "t5", "llama"]
+checkpoint: Any = torch_checkpoint.checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +148,7 @@ def _repeat(x: Tensor, dim: int, times: int) -> Tensor:
     def gather(x: Tensor) -> Tensor:
         return torch.cat([x] * times, dim)
 
-    return cast(Any, checkpoint)(gather, x, use_reentrant=False)
+    return checkpoint(gather, x, use_reentrant=False)
 
 
 def own_tokens(x: Tensor, parallelism: Parallelism) -> Tensor:

@@ -242,6 +242,11 @@ def test_the_micro_batch_of_a_forward_ends_with_its_block() -> None:
             pool.submit(hints.expect, 3).result()
     assert hints.micro_batch is None
     assert hints.expected == 3  # for all threads: backward may run in another one
+    hints.expect((1, "a"))
+    hints.begun((1, "b"))
+    assert hints.expected == (1, "a")
+    hints.begun((*[1], "a"))  # equal, and another object
+    assert hints.expected is None
 
 
 def test_a_key_that_cannot_be_one_is_refused() -> None:

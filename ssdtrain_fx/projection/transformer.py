@@ -191,10 +191,9 @@ class Attention(nn.Module):
         q, k, v = (t.unflatten(-1, (-1, self.size)).transpose(1, 2) for t in (q, k, v))
         if self.rotates:
             q, k = self._rotate(q), self._rotate(k)
-        causal = self.causal
         if self.context > 1:  # the queries of this GPU, and the keys and values of all
-            k, v, causal = _repeat(k, 2, self.context), _repeat(v, 2, self.context), False
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.kv_heads != self.heads)
+            k, v = _repeat(k, 2, self.context), _repeat(v, 2, self.context)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.kv_heads != self.heads)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _rotate(self, x: Tensor) -> Tensor:

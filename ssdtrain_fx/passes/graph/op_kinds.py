@@ -81,6 +81,8 @@ class Op:
     flop_formula: Callable[..., Any] | None = None
     attention_arguments: tuple[int, int] | None = None
     """For attention: the positions of query and key among the arguments."""
+    causal_argument: int = 0
+    """For attention: the position of ``is_causal``."""
     written_arguments: tuple[tuple[int, str], ...] = ()
 
     @property
@@ -112,18 +114,32 @@ class Op:
         args = fx.map_arg(arguments_inside(node), lambda source: _shape_or_value(source.meta.get("val")))
         kwargs = fx.map_arg(dict(node.kwargs), lambda source: _shape_or_value(source.meta.get("val")))
         results = _shape_or_value(node.meta.get("val"))
-        return int(self.flop_formula(*cast(Any, args), **cast(Any, kwargs), out_val=results))
+        flops = int(self.flop_formula(*cast(Any, args), **cast(Any, kwargs), out_val=results))
+        return int(self._looked_at(node) * flops)
 
     def attention_elements(self, node: fx.Node) -> int:
-        """Number of exponentials in the softmax of attention: one per pair of query and key."""
+        """Number of exponentials in the softmax of attention: one per pair of query and key that is looked at."""
         if self.attention_arguments is None:
             return 0
         arguments = arguments_inside(node)
         query, key = (shape_of(cast(fx.Node, arguments[at]).meta.get("val")) for at in self.attention_arguments)
-        return math.prod(query[:-1]) * key[-2]
+        return int(self._looked_at(node) * math.prod(query[:-1]) * key[-2])
+
+    def _looked_at(self, node: fx.Node) -> float:
+        """The share of all pairs of query and key that attention looks at. Causal kernels skip blocks of keys that come
+        after all queries of a block: about half of many keys, and nothing of a few."""
+        if self.attention_arguments is None:
+            return 1.0
+        arguments, at = arguments_inside(node), self.causal_argument
+        if not (arguments[at] if at < len(arguments) else node.kwargs.get("is_causal", False)):
+            return 1.0
+        keys = shape_of(cast(fx.Node, arguments[self.attention_arguments[1]]).meta.get("val"))[-2]
+        return min(1.0, (keys + KEY_BLOCK) / (2 * max(1, keys)))
 
 
 FREE_OP = Op("", Kind.FREE)
+KEY_BLOCK = 512
+"""Keys that attention on a CPU takes together (``kvBlockSize`` of its flash kernel). GPUs take fewer."""
 _ATTENTION_NAMES = _names(
     """
     _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
@@ -166,9 +182,11 @@ def op_of(target: Any) -> Op:
     name = str(packet.__name__)
     forward_name = name.removesuffix("_backward")
     attention: tuple[int, int] | None = None
+    causal = 0
     formula: Any = flop_counter.flop_registry.get(packet)
     if forward_name in _ATTENTION_NAMES:
         attention = (0, 1) if forward_name == name else (1, 2)
+        causal = next(at for at, argument in enumerate(target._schema.arguments) if argument.name == "is_causal")
         formula = flop_counter.sdpa_flop if forward_name == name else flop_counter.sdpa_backward_flop
     elif not hasattr(formula, "__wrapped__"):
         formula = None  # needs real tensors
@@ -188,7 +206,7 @@ def op_of(target: Any) -> Op:
         for at, argument in enumerate(target._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    return Op(name, kind, formula, attention, written)
+    return Op(name, kind, formula, attention, causal, written)
 
 
 def _shape_or_value(value: Any) -> Any:

@@ -27,6 +27,7 @@ from ssdtrain_fx.hardware import Hardware, convolution_key
 from ssdtrain_fx.passes.analysis.node_costs import estimate_node_seconds
 from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, backward_starts
+from ssdtrain_fx.passes.graph.node_facts import NodeFact
 from ssdtrain_fx.testing import TOYS, analyse, capture_step, capture_toy, min_cut, toy_hardware
 
 SLOW = toy_hardware(
@@ -89,6 +90,33 @@ def test_attention_counts_products_and_exponentials() -> None:
     joint = trace(function, (1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4))
     (cost,) = costs(joint, dataclasses.replace(SLOW, memory_bytes_per_s=1e9)).values()
     assert cost == pytest.approx(2 * 240 / 1000 + 30 / 10 + 0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize(("keys", "share"), [(256, 1.0), (1024, 0.75), (65536, 0.504)])
+def test_causal_attention_skips_blocks_of_keys(keys: int, share: float) -> None:
+    """In forward and in backward, whether ``is_causal`` is an argument by position or by name."""
+
+    def positional(q: Tensor) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True)[0]
+
+    def named(q: Tensor) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, is_causal=True)[0]
+
+    def whole(q: Tensor) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[0]
+
+    found: list[list[float]] = []
+    for function in (positional, named, whole):
+        with FakeTensorMode():
+            q = torch.empty(1, 2, keys, 4, requires_grad=True)
+            joint = capture_step(lambda q, function=function: function(q * 1.0).sum(), q, partition=min_cut).join()
+        nodes = [node for node in joint.graph.nodes if "attention" in str(node.target)]
+        facts = [NodeFact.of(node, find_alias_sets(joint.graph)) for node in nodes]
+        assert len(facts) == 2
+        found.append([value for one in facts for value in (one.flops, one.expensive_elements)])
+    for causal in found[:2]:
+        ratios = [part / all_ for part, all_ in zip(causal, found[2], strict=True)]
+        assert ratios == [pytest.approx(share, abs=0.001)] * 4
 
 
 def test_attention_in_a_checkpoint_costs_what_it_costs_elsewhere() -> None:

@@ -82,6 +82,17 @@ PUBLISHED = (
         flops_share=0.41,
     ),
     Published(
+        name="Llama-3 405B, 131,072 tokens, 16,384 H100",
+        shape=dataclasses.replace(find_model("llama-3-405b"), sequence=131072),
+        gpu="h100 sxm",
+        micro_batch=1,
+        parallelism=Parallelism(
+            data=8, tensor=8, pipeline=14, chunks=9, context=16, sequence_parallel=True, micro_batches=16
+        ),
+        source="the same, with context parallelism",
+        flops_share=0.38,
+    ),
+    Published(
         name="GPT 145.6B, 1,536 A100",
         shape=MEGATRON,
         gpu="a100 sxm",

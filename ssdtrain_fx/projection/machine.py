@@ -22,7 +22,7 @@ class Efficiency:
     """
 
     products: float = 0.6
-    """Matrix products. With this, a Llama-3 405B on 8,192 H100 takes 1.04 of the time that was published. One large
+    """Matrix products. With this, a Llama-3 405B on 8,192 H100 takes 1.01 of the time that was published. One large
     product alone reached 0.9 on an H200, and those of small models reach less."""
     memory: float = 0.8
     """Kernels that only move memory. A guess."""

@@ -554,6 +554,20 @@ def tables(results: Mapping[str, Any]) -> dict[str, list[list[str]]]:
     return {title: rows_of(entry) for title, entry in results.items()}
 
 
+def sentence(entry: Mapping[str, Any]) -> str:
+    """What the README says about one entry: this backend, plain Inductor, and the rival with the largest size."""
+    sizes = {name: its["size"] for name, its in entry["found"].items()}
+    ours, best = (
+        max((name for name in sizes if name.startswith("ssdtrain") is is_ours), key=sizes.__getitem__)
+        for is_ours in (True, False)
+    )
+    limit = format_bytes(entry["settings"]["limit_bytes"])
+    return (
+        f"In a cgroup of {limit}, the largest {entry['settings']['grow']} is {sizes[ours]} with `{ours}`, "
+        f"{sizes[BASE]} with plain Inductor, and {sizes[best]} with the best rival ({best})."
+    )
+
+
 SIZES = {"layers": 4, "hidden": 384, "batch": 2, "sequence": 256, "vocab": 2048}
 
 
@@ -600,6 +614,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.markdown is not None:
         for title, rows in tables(json.loads(chosen.markdown.read_text())).items():
             print(f"{title}\n\n{markdown(rows)}\n")
+        for entry in json.loads(chosen.markdown.read_text()).values():
+            print(sentence(entry))
         return 0
     slowdowns = sorted({*(chosen.max_slowdown or MAX_SLOWDOWNS)})
     wrong = check(chosen, [contender.name for contender in make_contenders(slowdowns, "", "")])

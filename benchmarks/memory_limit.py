@@ -227,7 +227,7 @@ class Course:
             console.print(f"{contender.name}, {self.grow} {size}: {failures[str(size)]}")
             return False
 
-        small, large = 2 * unit, 8 * unit
+        small, large = 4 * unit, 16 * unit  # of smaller ones, tensors are too small to be offloaded
         low, high = (self.compiled(contender, size).process_peak_bytes for size in (small, large))
         # A limit counts no pages of libraries that others have loaded before. This process has about the same.
         guess = guess_size(small, low, large, high, self.limit_bytes + library_bytes())

@@ -20,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_limit import Contender, Course, Store, Trial, find_largest, guess_size
+from result_tables import markdown
 from steps import FAST_DISK
 
 import ssdtrain_fx
@@ -471,6 +472,16 @@ def test_throughput_is_relative_to_plain_inductor_at_its_own_size() -> None:
     assert timed["tokens_per_s"] == pytest.approx(6 * 16 / 0.3)
     low, high = timed["throughput_ratio_interval"]
     assert low == pytest.approx(high) == pytest.approx(2 / 3)
+
+
+def test_the_docs_have_the_tables_of_the_stored_limits() -> None:
+    results = json.loads((BENCHMARKS / "stored" / "memory_limit.json").read_text())
+    page, readme = (BENCHMARKS.parent / name for name in ("docs/benchmarks.md", "README.md"))
+    tables = memory_limit.tables(results)
+    assert tables
+    assert [title for title, rows in tables.items() if markdown(rows) not in page.read_text()] == []
+    text = " ".join(readme.read_text().split())
+    assert [title for title, entry in results.items() if memory_limit.sentence(entry) not in text] == []
 
 
 @pytest.mark.slow

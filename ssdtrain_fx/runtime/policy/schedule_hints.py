@@ -74,7 +74,7 @@ schedule_hints = ScheduleHints()
 
 @contextlib.contextmanager
 def micro_batch(key: MicroBatch) -> Generator[None]:
-    """Say that forwards within the block belong to the micro-batch ``key``. See :func:`expect_backward`.
+    """Say that forwards within the block belong to the micro-batch ``key``. See `expect_backward`.
 
     A key may be used again when the backward of its last forward is over. Call this outside of compiled code.
 

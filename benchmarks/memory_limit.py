@@ -183,8 +183,14 @@ class Course:
         longest_ms = PATIENCE * self.compiled(contender, size).duration_ms
         made: list[Step] = []
         error = ""
+        expired = threading.Event()
         with self.worker(contender, size, heap) as (worker, limited):
-            timer = threading.Timer(STARTUP_S + STEPS * longest_ms / 1e3, worker.kill)
+
+            def give_up() -> None:
+                expired.set()
+                worker.kill()
+
+            timer = threading.Timer(STARTUP_S + STEPS * longest_ms / 1e3, give_up)
             timer.daemon = True
             timer.start()
             try:
@@ -193,7 +199,7 @@ class Course:
             except WorkerError as reason:
                 if not any(text in str(reason) for text in OUT_OF_MEMORY):
                     raise
-                error = "killed"
+                error = "too slow" if expired.is_set() else "killed"
             finally:
                 timer.cancel()
                 timer.join()
@@ -562,9 +568,14 @@ def sentence(entry: Mapping[str, Any]) -> str:
         for is_ours in (True, False)
     )
     limit = format_bytes(entry["settings"]["limit_bytes"])
+    times = [entry["times"][name] for name in (ours, best)]
+    speeds = [
+        f"{time['throughput_ratio']:.2f} times ({format_interval(time['throughput_ratio_interval'])})" for time in times
+    ]
     return (
         f"In a cgroup of {limit}, the largest {entry['settings']['grow']} is {sizes[ours]} with `{ours}`, "
-        f"{sizes[BASE]} with plain Inductor, and {sizes[best]} with the best rival ({best})."
+        f"{sizes[BASE]} with plain Inductor, and {sizes[best]} with the best rival ({best}). There, tokens per second "
+        f"are {speeds[0]} and {speeds[1]} those of plain Inductor (95 % confidence intervals)."
     )
 
 
@@ -665,8 +676,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if chosen.rounds:
                 available = psutil.virtual_memory().available
                 time_all(course, contenders, store, rounds=chosen.rounds, memory_bytes=int(0.9 * available))
-        except WorkerError as error:
-            sys.exit(str(error))
+        except (WorkerError, OSError, subprocess.CalledProcessError) as error:
+            sys.exit(f"{error}\nWhat was found before is in {chosen.json or 'no file: give one with --json'}.")
     wide = Console(width=max(console.width, 160))
     wide.print(rich_table(rows_of(store.entry), title, "throughput is relative to plain Inductor at its largest size"))
     return 0

@@ -21,7 +21,7 @@ from ssdtrain_fx.runtime.memory.staging import StagingBuffer
 from ssdtrain_fx.runtime.storage.slots import Slot
 
 MicroBatch: TypeAlias = "int | str | tuple[MicroBatch, ...]"
-"""What a training loop calls one. To compare two runs no code of the user: that happens while the lock is held."""
+"""What a training loop calls one. Comparing two executes no code of the user, which matters: the lock is held."""
 
 
 class ChunkState(enum.Enum):

@@ -5,7 +5,7 @@
 // choose their places one after the other, each the smallest gap among those that live at the same time. If the largest
 // chooses first (M. Pisarchyk and J. Lee, Efficient Memory Management for Deep Neural Net Inference, 2020: "greedy by
 // size"), they end 2 to 26 % above the most in use. So other orders are tried too: the block that ends highest chooses
-// first the next time. For GPT-2, BERT, T5 and ViT this ends where it is optimal, for Llama 0.2 % above.
+// first the next time. For models of seven families with 4 layers, this ends 0 to 3.3 % above, 1.1 % in the mean.
 //
 // A layout is only advice. `Range` takes it where the place is free, else it falls back to best fit. So a step that
 // differs from what was learned costs memory, never data. After some steps that differ, the next ones are observed.
@@ -87,6 +87,11 @@ class Layout {
       window_[site.run].blocks[site.number].end = tick_;
   }
 
+  // Whether a step has repeated. If it has not, or has changed, its blocks are observed.
+  bool is_known() const {
+    return !is_observing_;
+  }
+
   // How many runs a step has.
   size_t run_count() const {
     return step_.size();
@@ -103,10 +108,10 @@ class Layout {
   static constexpr size_t IN_USE_TOLERANCE = 64;
   static constexpr size_t HITS_PER_MISS = 4;
   static constexpr size_t MAX_UNKNOWN_STEPS = 4;
-  // A step is delayed while its layout is found, the first time by 0.1 s for 500 blocks and 0.4 s for 10,000. Each time
-  // another layout is needed, the search is shorter.
-  static constexpr size_t MAX_TRIES = 100;
-  static constexpr size_t MAX_COMPARISONS = 100'000'000;
+  // A step is delayed while its layout is found, the first time by up to 0.3 s. Each time another layout is needed, the
+  // search is shorter. With 100 tries, GPT-2 ends 12 % above the most in use, with 2000 where it is optimal.
+  static constexpr size_t MAX_TRIES = 2000;
+  static constexpr size_t MAX_COMPARISONS = 150'000'000;
 
   struct Block {
     size_t bytes = 0;
@@ -219,10 +224,11 @@ class Layout {
     if (blocks.empty())
       return;
     const size_t least = most_in_use(blocks, period);
-    const size_t comparisons = MAX_COMPARISONS / (1 + lessons_) / 2;  // of each order
+    const auto first_orders = {&is_larger, &lives_longer, &has_more_room};
+    const size_t comparisons = MAX_COMPARISONS / (1 + lessons_) / first_orders.size();
     const size_t tries = std::clamp<size_t>(comparisons / (blocks.size() * blocks.size()), 1, MAX_TRIES);
     std::vector<size_t> best;
-    for (auto first : {&is_larger, &lives_longer}) {
+    for (auto first : first_orders) {
       auto order = blocks;
       std::stable_sort(order.begin(), order.end(), [&](Block* one, Block* other) { return first(*one, *other); });
       for (size_t attempt = 0; attempt < tries && (best.empty() || end_ > least); ++attempt) {
@@ -250,6 +256,12 @@ class Layout {
 
   static bool lives_longer(const Block& one, const Block& other) {
     return one.end - one.start > other.end - other.start;
+  }
+
+  // Room is what a block takes of both addresses and time.
+  static bool has_more_room(const Block& one, const Block& other) {
+    auto room = [](const Block& block) { return static_cast<double>(block.bytes) * (block.end - block.start); };
+    return room(one) > room(other);
   }
 
   // Places the blocks in this order. Returns where the highest one ends.

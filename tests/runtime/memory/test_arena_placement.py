@@ -285,3 +285,81 @@ def test_many_runs_without_a_backward_cost_little_and_do_no_harm() -> None:
         """
     )
     assert done.returncode == 0, done.stderr
+
+
+HOLES = """
+    import re
+    from pathlib import Path
+    import torch
+    from ssdtrain_fx.runtime.memory.step_memory import in_step_memory, step_memory
+
+    MIB = 1 << 20
+    library = step_memory.library
+    with step_memory.inside():
+        base = torch.empty(MIB).data_ptr()  # the arena is empty, so this is its first byte
+
+    def resident_mib():
+        resident = 0
+        for mapping in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())[1:]:
+            if base <= int(mapping.split("-")[0], 16) < base + 1024 * MIB:
+                resident += int(re.search(r"Rss: +(\\d+)", mapping)[1])
+        return resident / 1024
+
+    def leave_holes(rounds=8):
+        # 215 MiB are in use, and the last block ends at 348 MiB: no block fits a hole of an earlier round.
+        kept = []
+        for number in range(rounds):
+            hole = torch.full(((16 + number) * MIB // 4,), -1.0)
+            kept.append(torch.full((24 * MIB // 4,), float(number)))
+            del hole
+        for number, block in enumerate(kept):
+            assert bool((block == number).all()), "a page that is in use was returned"
+        return resident_mib()
+"""
+
+
+def test_holes_of_a_first_step_are_not_resident() -> None:
+    done = run_python(
+        HOLES
+        + """
+    with step_memory.inside():
+        for mib in (100, 50, 75):
+            torch.ones(mib * MIB // 4)
+            assert resident_mib() >= 100, "memory that was in use before is not returned"
+
+        library.reset_peaks()
+        resident = leave_holes()
+    state = library.describe()
+    assert (state.allocated_peak_bytes // MIB, state.end_peak_bytes // MIB) == (215, 348), state
+    assert 8 * 24 <= resident <= 215 * 17 / 16, resident
+
+    with step_memory.inside():
+        for mib in (200, 50, 100):
+            torch.ones(mib * MIB // 4)
+            assert resident_mib() >= 200, "memory that was in use before is not returned"
+
+    library.trim()
+    assert resident_mib() == 0
+    with step_memory.inside():
+        resident = leave_holes(rounds=4)
+    assert 4 * 24 <= resident <= 115 * 17 / 16, "an earlier step needed more, but returned it"
+    """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_memory_of_a_known_step_stays_resident() -> None:
+    """Otherwise each step would return memory that the next one needs."""
+    done = run_python(
+        HOLES
+        + """
+    forward, backward = (in_step_memory(lambda args: torch.ones(MIB).sum(), planned_peak_bytes=0) for _ in range(2))
+    for _ in range(4):
+        forward([])
+        backward([])
+    with step_memory.inside():
+        resident = leave_holes()
+    assert resident >= 348 - 23, resident
+    """
+    )
+    assert done.returncode == 0, done.stderr

@@ -17,6 +17,8 @@ and ir.py of torch 2.13. A result with several readers is stored at once
 - if one of them needs it in memory and it has several inputs,
 - if one of them is outside the graph,
 - if it is computed from many inputs or by many ops, or on a CPU from an expensive one.
+
+A result that is marked with ``REALIZE_TO_STRIDES`` is always stored at once.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ssdtrain_fx._torch_private import REALIZE_TO_STRIDES
 from ssdtrain_fx.passes.graph.joint_graph import backward_starts
 from ssdtrain_fx.passes.graph.node_facts import NodeFact
 from ssdtrain_fx.passes.graph.op_kinds import Kind
@@ -132,7 +135,7 @@ def find_stored_results(facts: Sequence[NodeFact]) -> list[StoredResult]:
                 is_heavy=fact.name in HEAVY_OPS or any(one.is_heavy for one in inlined),
             )
             unstored.update(dict.fromkeys(fact.made, value))
-            if fact.kind is not Kind.POINTWISE or fact.written or STORED in fact.node.meta:
+            if fact.kind is not Kind.POINTWISE or fact.written or REALIZE_TO_STRIDES in fact.node.meta:
                 results.append(StoredResult(position, position, value.writes, value.reads))
                 for idx in fact.made:
                     del unstored[idx]

@@ -15,8 +15,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor import ir
 from torch._inductor.graph import GraphLowering
 
+from ssdtrain_fx._torch_private import REALIZE_TO_STRIDES
 from ssdtrain_fx.passes.analysis.fused_kernels import NodeFacts
-from ssdtrain_fx.passes.analysis.stored_results import STORED, find_stored_results
+from ssdtrain_fx.passes.analysis.stored_results import find_stored_results
 from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.graph.op_kinds import FUSIBLE, op_of
@@ -85,7 +86,7 @@ def test_what_is_returned_and_read_is_stored_at_once() -> None:
 def test_what_is_marked_is_stored_at_once() -> None:
     joint = trace(lambda x, w: (x * 2).view(2, 2, 4).view(4, 4) @ w, (4, 4), (4, 4))
     (node,) = [node for node in joint.graph.nodes if node.name == "mul"]
-    node.meta[STORED] = True
+    node.meta[REALIZE_TO_STRIDES] = True
     assert stored(joint) == {"mul": ("mul", {"x_1"})}
 
 

@@ -88,6 +88,11 @@ HEAPS: dict[str, tuple[str, ...]] = {
     **({"jemalloc": (f"LD_PRELOAD={JEMALLOC}",)} if JEMALLOC else {}),
 }
 """Environment of each heap. With a fixed threshold, every larger tensor is returned to the system when it is freed."""
+OUR_EXTRAS: tuple[tuple[str, Variant, dict[str, Any]], ...] = (
+    ("checkpoints", "ssdtrain_checkpoint", {}),
+    ("chunked loss", "ssdtrain", {"chunk_loss": "auto"}),
+)
+"""What can be added to ours, as it is to rivals."""
 OUT_OF_MEMORY = ("killed by signal 9", "MemoryError", "bad_alloc", "an't allocate memory", "annot allocate memory")
 """How a worker ends that got no memory. Whatever else ends it is an error."""
 BASE = "inductor"
@@ -353,6 +358,8 @@ def make_contenders(max_slowdowns: Sequence[float], directory: str, hardware: st
         Contender(name="eager, checkpoints, hooks to a file", variant="eager_checkpoint_hooks_disk", options=to_file),
         Contender(name="inductor, checkpoints", variant="checkpoint"),
         Contender(name="inductor, selective checkpoints", variant="selective"),
+        Contender(name="inductor, chunked loss", variant="chunked"),
+        Contender(name="inductor, checkpoints, chunked loss", variant="chunked_checkpoint"),
         *(
             Contender(name=f"inductor, budget {share:g}", variant="budget", options={"activation_memory_budget": share})
             for share in BUDGETS
@@ -369,11 +376,12 @@ def make_contenders(max_slowdowns: Sequence[float], directory: str, hardware: st
         ),
         *(
             Contender(
-                name=f"ssdtrain, checkpoints, +{100 * share:g} %",
-                variant="ssdtrain_checkpoint",
-                options={**ours, "max_slowdown": share},
+                name=f"ssdtrain, {added}, +{100 * share:g} %",
+                variant=variant,
+                options={**ours, **options, "max_slowdown": share},
             )
             for share in max_slowdowns[-1:]
+            for added, variant, options in OUR_EXTRAS
         ),
     ]
 

@@ -50,6 +50,8 @@ Variant = Literal[
     "hooks_host",
     "hooks_disk",
     "ssdtrain_checkpoint",
+    "chunked",
+    "chunked_checkpoint",
     "eager",
     "eager_checkpoint",
     "eager_hooks_disk",
@@ -84,7 +86,8 @@ class Run:
     `budget` is Inductor under torch's `activation_memory_budget`. `hooks_host` and `hooks_disk` are Inductor under
     saved-tensor hooks: torch's `save_on_cpu`, and `SavedTensorsOnDisk`.
 
-    `ssdtrain_checkpoint` is `ssdtrain` with one checkpoint per layer. What begins with `eager` compiles nothing.
+    `chunked` is Inductor with its auto-chunker, which computes the loss in chunks. `chunked_checkpoint` and
+    `ssdtrain_checkpoint` have one checkpoint per layer. What begins with `eager` compiles nothing.
     """
     regional: bool = False
     """Each layer is compiled on its own, and what lies between them runs as plain PyTorch."""

@@ -19,6 +19,10 @@ from torch import Tensor
 
 from ssdtrain_fx import _torch_private
 
+CHUNKED_LOSS = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 2}
+"""Options of ``torch.compile`` for Inductor's auto-chunker (torch 2.13). By default, it chunks only losses whose logits
+are eight times larger than the hidden states."""
+
 
 def with_activation_budget(compiled: Callable[..., Tensor], budget: float) -> Callable[..., Tensor]:
     """``compiled``, partitioned with torch's knapsack solver to save at most this share of the bytes it would save."""

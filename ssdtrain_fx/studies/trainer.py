@@ -170,6 +170,7 @@ def _compile(module: nn.Module, run: Run) -> Callable[..., object]:
 
 def _compile_with(module: nn.Module, run: Run) -> Any:
     backend: Any = "inductor"
+    settings = rivals.CHUNKED_LOSS if run.variant.startswith("chunked") else None
     if run.variant.startswith("ssdtrain"):
         backend = make_backend(OffloadConfig.from_options(run.options))
     elif run.variant == "rewrites":
@@ -177,9 +178,9 @@ def _compile_with(module: nn.Module, run: Run) -> Any:
     compiled: Any = module
     if run.regional:
         for layer in zoo.find_layers(module):
-            layer.compile(backend=backend, dynamic=False, fullgraph=True)
+            layer.compile(backend=backend, options=settings, dynamic=False, fullgraph=True)
     else:
-        compiled = torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
+        compiled = torch.compile(module, backend=backend, options=settings, dynamic=False, fullgraph=True)
     if run.variant == "budget":
         return rivals.with_activation_budget(compiled, run.options["activation_memory_budget"])
     if run.variant == "hooks_host":

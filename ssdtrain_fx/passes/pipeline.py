@@ -23,7 +23,7 @@ from torch import fx
 
 from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.hardware import Hardware
-from ssdtrain_fx.passes.analysis.analyse import Analysis, analyse
+from ssdtrain_fx.passes.analysis.analyse import Analysis, analyse, with_candidates
 from ssdtrain_fx.passes.analysis.chains import name_graph
 from ssdtrain_fx.passes.analysis.describe_schedule import ScheduleDescriber, Timeline
 from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
@@ -235,7 +235,7 @@ def _offload(
         min_tensor_bytes=config.min_tensor_bytes,
         budget=budget,
         has_policy=callable(config.policy),
-        analyse_all=lambda: _analyse(analysis.joint, config, hardware, times, min_tensor_bytes=0),
+        analyse_all=lambda: with_candidates(analysis, min_tensor_bytes=0, modules=config.module_wishes),
     )
     if idle:
         log.info("nothing is offloaded: %s", idle)
@@ -278,17 +278,10 @@ class PlannedStep:
         return self.problem.fixed_live_bytes[self.problem.marker] + movable_bytes - self.plan.offloaded_bytes
 
 
-def _analyse(
-    joint: ScheduledJointGraph,
-    config: Options,
-    hardware: Hardware,
-    times: Times | None,
-    *,
-    min_tensor_bytes: int | None = None,
-) -> Analysis:
+def _analyse(joint: ScheduledJointGraph, config: Options, hardware: Hardware, times: Times | None) -> Analysis:
     return analyse(
         joint,
-        min_tensor_bytes=config.min_tensor_bytes if min_tensor_bytes is None else min_tensor_bytes,
+        min_tensor_bytes=config.min_tensor_bytes,
         hardware=hardware,
         fused=config.inner == "inductor",
         times=times,

@@ -100,12 +100,10 @@ def analyse(
         calls[node].seconds if node in calls else seconds
         for node, seconds in zip(joint.graph.nodes, found.node_s, strict=True)
     )
-    candidates = find_candidates(joint, found.alias_sets, min_tensor_bytes=min_tensor_bytes, activations=activations)
-    wishes = find_wishes(candidates, modules)
-    return Analysis(
+    analysis = Analysis(
         joint=joint,
         alias_sets=found.alias_sets,
-        candidates=keep_as_wished(candidates, wishes),
+        candidates=(),
         intervals=found.intervals,
         reads=found.reads,
         layout_copies=found.layout_copies,
@@ -114,6 +112,16 @@ def analyse(
         activations=activations,
         is_link=bool(activations) or in_flight > 1,
         measured=found.measured,
-        wishes=wishes,
+        wishes={},
         subgraph_calls=calls,
     )
+    return with_candidates(analysis, min_tensor_bytes=min_tensor_bytes, modules=modules)
+
+
+def with_candidates(analysis: Analysis, *, min_tensor_bytes: int, modules: Modules) -> Analysis:
+    """The same analysis with the candidates of other options. For these, see :func:`analyse`."""
+    candidates = find_candidates(
+        analysis.joint, analysis.alias_sets, min_tensor_bytes=min_tensor_bytes, activations=analysis.activations
+    )
+    wishes = find_wishes(candidates, modules)
+    return dataclasses.replace(analysis, candidates=keep_as_wished(candidates, wishes), wishes=wishes)

@@ -47,7 +47,7 @@ def explain_idle_plan(
         problem: the problem of ``analysis``. Neither knows about recomputations.
         plan: the plan that is executed.
         has_policy: the plan was made by a policy of the user.
-        analyse_all: analyses the same graph with ``min_tensor_bytes=0``.
+        analyse_all: the analysis with ``min_tensor_bytes=0``.
     """
     if plan.offloaded:
         return ""

@@ -19,6 +19,7 @@ passes, and the ratio of the whole compile times.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import importlib
@@ -57,7 +58,7 @@ GOAL_S = 5.0
 GOAL_SHARE = 0.1
 GOAL_IDLE_RATIO = 1.03
 """Goal for the ratio of compile times if the plan moves nothing."""
-IDLE_OPTIONS = {"min_tensor_bytes": 1 << 60}
+ENDLESS_BYTES = 1 << 60
 SETTINGS: dict[str, dict[str, Any]] = {
     "max_slowdown=0.1": {"max_slowdown": 0.1},
     "no recomputation": {"max_slowdown": 0.1, "recompute": False},
@@ -231,7 +232,8 @@ def compile_once(backend: str, layers: int, *, idle: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     module, make_batch = zoo.build("gpt2", layers=layers, hidden=384, batch=8, sequence=512, vocab=2048)
     batch = make_batch(torch.Generator().manual_seed(0))
-    config = OffloadConfig(max_slowdown=0.1, **(IDLE_OPTIONS if idle else {}))
+    config = OffloadConfig(max_slowdown=0.1)
+    config = dataclasses.replace(config, min_tensor_bytes=ENDLESS_BYTES) if idle else config
     config.load_hardware("cpu")  # measured at most once per machine, so not part of a compilation
     torch.compile(torch.sin)(torch.ones(1))  # imports Inductor
     seconds = time_passes()

@@ -18,6 +18,7 @@ from ssdtrain_fx.cli.common import (
     StepProgress,
     check_target,
     parse_options,
+    written,
 )
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.runtime.storage.directory import check_directories
@@ -118,8 +119,8 @@ def bench(
     console.print(render_table(results))
     target.write(json.dumps(to_json(results, directories), indent=2))
     if png_path is not None:
-        draw_memory(results, png_path, title=describe(results[0].run))
-        console.print(f"Memory over one step: {png_path.resolve()}", highlight=False, soft_wrap=True)
+        with written(png_path, "Memory over one step", console):
+            draw_memory(results, png_path, title=describe(results[0].run))
     if any(one.run.variant == "ssdtrain" and not one.equals(find_base(one, results)) for one in results):
         console.print("[bold red]ssdtrain does not agree with plain Inductor to the bit.[/]")
         raise typer.Exit(EXIT_DIFFERENT)

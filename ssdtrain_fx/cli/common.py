@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -153,6 +154,25 @@ def check_target(path: Path | None, option: str) -> None:
         raise typer.BadParameter(f"{path} is a directory; expected the path of a file.", param_hint=option)
 
 
+@contextlib.contextmanager
+def written(path: Path, title: str, console: Console) -> Generator[None]:
+    """A block that writes ``path``. Prints where it is.
+
+    If it cannot be written, such as on a full disk, one line says why, nothing of it is left, and the command ends with
+    EXIT_FAILED.
+    """
+    try:
+        yield
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            if path.is_file():  # not a device
+                path.unlink()
+        reason = error.strerror or str(error)
+        console.print(f"{path} cannot be written: {reason}.", style="bold red", markup=False, soft_wrap=True)
+        raise typer.Exit(EXIT_FAILED) from error
+    console.print(f"{title}: {path.resolve()}", highlight=False, soft_wrap=True, markup=False)
+
+
 class JsonTarget:
     """The destination of `--json PATH`: a file, `-` for stdout, or none.
 
@@ -169,12 +189,12 @@ class JsonTarget:
         self.console = Console(stderr=self._to_stdout)
 
     def write(self, text: str) -> None:
-        """Write `text` to its destination, and print the path of a file."""
+        """Write `text` to its destination, and print the path of a file; see :func:`written`."""
         if self._to_stdout:
             typer.echo(text)
         elif self._path is not None:
-            self._path.write_text(text.rstrip("\n") + "\n")
-            self.console.print(f"JSON: {self._path.resolve()}", highlight=False, soft_wrap=True, markup=False)
+            with written(self._path, "JSON", self.console):
+                self._path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
 
 def parse_options(pairs: list[str]) -> dict[str, Any]:

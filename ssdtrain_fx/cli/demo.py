@@ -9,7 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ssdtrain_fx.cli.common import EXIT_DIFFERENT, EXIT_FAILED, DeviceOption, JsonTarget, StepProgress, check_target
+from ssdtrain_fx.cli.common import (
+    EXIT_DIFFERENT,
+    EXIT_FAILED,
+    DeviceOption,
+    JsonTarget,
+    StepProgress,
+    check_target,
+    written,
+)
 from ssdtrain_fx.studies import demo as demonstration
 from ssdtrain_fx.studies.measure import Variant, WorkerError, choose_device
 
@@ -71,8 +79,8 @@ def demo(
 
     console.print(demonstration.render_table(comparison))
     target.write(json.dumps(demonstration.to_json(comparison), indent=2))
-    demonstration.draw(comparison, png_path)
-    console.print(f"Memory over one step: {png_path.resolve()}", highlight=False, soft_wrap=True)
+    with written(png_path, "Memory over one step", console):
+        demonstration.draw(comparison, png_path)
     if not comparison.equal:
         console.print("[bold red]The runs do not agree to the bit.[/]")
         console.print(str(comparison.difference), markup=False, highlight=False, soft_wrap=True)

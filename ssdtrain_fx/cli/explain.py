@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, load_callable, parse_options
+from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, load_callable, parse_options, written
 from ssdtrain_fx.compiler.save_graphs import save_joint_graphs
 from ssdtrain_fx.default_options import config_with_defaults
 from ssdtrain_fx.errors import BudgetError, ConfigError
@@ -120,4 +120,5 @@ def explain(
     if json_path is not None:
         target.write(report.to_json())
     if html is not None:
-        console.print(f"Page: {report.save(html).resolve()}", highlight=False, soft_wrap=True, markup=False)
+        with written(html, "Page", console):
+            report.save(html)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, check_target
+from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, check_target, written
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.projection.catalog import drives, find_drive, find_gpu, gpus
 from ssdtrain_fx.projection.machine import Efficiency
@@ -130,12 +130,8 @@ def project(
     console.print(_table(projection))
     console.print(_below(projection), highlight=False)
     if page_path is not None:
-        try:
+        with written(page_path, "Page", console):
             page_path.write_text(page, encoding="utf-8")
-        except OSError as error:
-            console.print(f"[red]The page cannot be written: {error}[/]", highlight=False)
-            raise typer.Exit(EXIT_FAILED) from None
-        console.print(f"Page: {page_path.resolve()}", highlight=False, soft_wrap=True, markup=False)
     target.write(json.dumps(to_plain(projection), indent=1))
 
 

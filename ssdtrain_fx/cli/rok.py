@@ -10,7 +10,7 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, check_target, load_callable, progress_columns
+from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, check_target, load_callable, progress_columns, written
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.studies.measure import Run, WorkerError
@@ -124,8 +124,8 @@ def rok(
     for reason in curve.skipped:
         console.print(f"Skipped: {reason}", markup=False, highlight=False, soft_wrap=True)
     title = model if own else f"{model}, {layers} layers, hidden {hidden}, sequence {sequence}"
-    draw_rok(curve, png_path, title=title)
-    console.print(f"Picture: {png_path.resolve()}", highlight=False, soft_wrap=True, markup=False)
+    with written(png_path, "Picture", console):
+        draw_rok(curve, png_path, title=title)
     target.write(curve.to_json())
 
 

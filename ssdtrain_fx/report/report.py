@@ -108,7 +108,10 @@ class Report:
         Raises:
             ValueError: the text is not a report, or has another schema version.
         """
-        plain: Any = json.loads(text)
+        try:
+            plain: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"This is no report, because it is not JSON: {error}.") from None
         fields = cast("dict[str, Any]", plain) if isinstance(plain, dict) else {}
         schema = fields.pop("schema", None)
         if schema != SCHEMA:

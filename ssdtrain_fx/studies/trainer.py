@@ -170,7 +170,7 @@ def _compile(module: nn.Module, run: Run) -> Callable[..., object]:
 
 def _compile_with(module: nn.Module, run: Run) -> Any:
     backend: Any = "inductor"
-    settings = rivals.CHUNKED_LOSS if run.variant.startswith("chunked") else None
+    settings: dict[str, Any] | None = rivals.CHUNKED_LOSS if run.variant.startswith("chunked") else None
     if run.variant.startswith("ssdtrain"):
         backend = make_backend(OffloadConfig.from_options(run.options))
     elif run.variant == "rewrites":

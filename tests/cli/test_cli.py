@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click.testing
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from ssdtrain_fx.__main__ import main
 from ssdtrain_fx.cli import app
+from ssdtrain_fx.cli.common import JsonTarget
 from ssdtrain_fx.studies import measure
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +104,31 @@ def test_demo_trains_both_to_the_same_bits_and_writes_its_files(tmp_path: Path, 
         assert 2 <= figures["rest_optimizer_bytes"] / figures["rest_parameter_bytes"] < 2.1, "AdamW has two moments"
         assert len(figures["memory_course_ms_bytes"]) > 2
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    target = JsonTarget(path)
+    write_text = Path.write_text
+
+    def fill_disk(path: Path, text: str, **options: Any) -> int:
+        write_text(path, text[:1], **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fill_disk)
+    with pytest.raises(typer.Exit) as exited:
+        target.write("{}")
+    assert exited.value.exit_code == 3
+    assert capsys.readouterr().out.replace("\n", "") == f"{path} cannot be written: No space left on device."
+    assert not path.exists()
+
+
+def test_a_device_that_is_full_is_not_deleted() -> None:
+    with pytest.raises(typer.Exit):
+        JsonTarget(Path("/dev/full")).write("{}")
+    assert Path("/dev/full").is_char_device()
 
 
 def test_a_run_that_fails_shows_what_it_wrote() -> None:

@@ -199,6 +199,8 @@ def test_json_of_nothing() -> None:
 
 
 def test_other_json_is_refused(report: Report) -> None:
+    with pytest.raises(ValueError, match="not JSON: Expecting property name"):
+        Report.from_json("{")
     with pytest.raises(ValueError, match=r"The schema of this report is None; expected 'ssdtrain_fx\.report/3'"):
         Report.from_json("[]")
     plain = json.loads(report.to_json())

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, load_callable, parse_options, written
+from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, check_target, load_callable, parse_options, written
 from ssdtrain_fx.compiler.save_graphs import save_joint_graphs
 from ssdtrain_fx.default_options import config_with_defaults
 from ssdtrain_fx.errors import BudgetError, ConfigError
@@ -76,9 +76,8 @@ def explain(
     """
     target = JsonTarget(json_path)
     console = target.console
-    for path, option in ((save_graph, "--save-graph"), (html, "--html")):
-        if path is not None and not path.parent.is_dir():
-            raise typer.BadParameter(f"The directory of {path} does not exist.", param_hint=option)
+    check_target(save_graph, "--save-graph")
+    check_target(html, "--html")
     sizes = {"layers": layers, "hidden": hidden, "batch": batch, "sequence": sequence, "vocab": vocab}
     if ":" in model:
         module, inputs = load_callable(model)()
@@ -98,6 +97,10 @@ def explain(
         config = config_with_defaults({**chosen, **parse_options(options or [])})
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--option") from error
+    if save_graph is not None and config.chunk_loss != "off":
+        raise typer.BadParameter(
+            "A graph whose loss is computed in chunks cannot be saved. Leave out chunk_loss.", param_hint="--save-graph"
+        )
     try:
         if save_graph is not None:
             with console.status("tracing"):

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ssdtrain_fx.cli.common import EXIT_FAILED, EXIT_PROBLEM, JsonTarget, parse_options
+from ssdtrain_fx.cli.common import EXIT_FAILED, EXIT_PROBLEM, JsonTarget, check_target, parse_options
 from ssdtrain_fx.default_options import config_with_defaults
 from ssdtrain_fx.errors import BudgetError, ConfigError, InternalError
 from ssdtrain_fx.passes.graph.graph_json import from_json, to_json
@@ -61,8 +61,7 @@ def run_one_pass(
     console = target.console
     if name not in PASSES:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(PASSES)}.", param_hint="NAME")
-    if save_graph is not None and not save_graph.parent.is_dir():
-        raise typer.BadParameter(f"The directory of {save_graph} does not exist.", param_hint="--save-graph")
+    check_target(save_graph, "--save-graph")
     try:
         config = config_with_defaults(parse_options(options or []))
     except ValueError as error:

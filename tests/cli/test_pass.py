@@ -157,6 +157,14 @@ def test_what_cannot_be_run_is_said(
     assert "Traceback" not in done.output
 
 
+def test_a_graph_with_chunks_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    path = tmp_path / "graph.json"
+    done = CliRunner().invoke(app, ["explain", "encoder", "--option", "chunk_loss=4", "--save-graph", str(path)])
+    assert (done.exit_code, path.exists()) == (2, False)
+    assert "computed in chunks cannot be saved" in done.output
+
+
 def test_explain_saves_the_graph_that_a_pass_takes(tmp_path: Path, profile: Path) -> None:
     """The second command knows no model."""
     path = tmp_path / "graph.json"

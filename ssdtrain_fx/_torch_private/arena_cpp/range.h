@@ -46,9 +46,9 @@ inline size_t round_up(size_t bytes, size_t unit) {
 //   top ... committed   free, may be resident
 //   committed ... size  reserved addresses only
 //
-// As long as no layout is known, best fit leaves free ranges that nothing fits: for a GPT-2 of 4 layers, a fifth of what
-// is in use. Such ranges return to the system before more becomes resident than was ever in use, so a first step needs
-// no more memory than a later one.
+// Best fit leaves free ranges that nothing fits: in the first steps of a GPT-2 of 4 layers, a fifth of what is in use. Huge
+// pages without a block return to the system when much more is resident than was ever needed. So the first steps need
+// hardly more memory than later ones.
 class Range {
  public:
   bool reserve(size_t size_bytes) {
@@ -83,7 +83,6 @@ class Range {
     live_[*place] = {bytes, site};
     allocated_ += bytes;
     allocated_peak_ = std::max(allocated_peak_, allocated_);
-    most_allocated_ = std::max(most_allocated_, allocated_);
     ++allocations_;
     touch(*place, *place + bytes);
     return base_ + *place;
@@ -149,7 +148,7 @@ class Range {
   void trim() {
     decommit(top_);
     recent_top_ = top_;
-    most_allocated_ = allocated_;
+    most_needed_ = 0;
     return_free();
   }
 
@@ -172,8 +171,9 @@ class Range {
   }
 
  private:
-  // Pages that hold a part of a block cannot be returned: 1 / RESIDENT_TOLERANCE is for these.
-  static constexpr size_t RESIDENT_TOLERANCE = 16;
+  // So much may be resident beside what is needed: a small step whose layout is never known would return it each time,
+  // and touch it again. A guess.
+  static constexpr size_t SLACK_BYTES = 4 * HUGE_PAGE_BYTES;
 
   struct Block {
     size_t bytes;
@@ -234,13 +234,13 @@ class Range {
       resident_pages_ += !is_resident_[page];
       is_resident_[page] = true;
     }
-    const size_t bound = most_allocated_ + most_allocated_ / RESIDENT_TOLERANCE;
-    if (!layout_.is_known() && resident_pages_ * HUGE_PAGE_BYTES > bound)
+    if (resident_pages_ * HUGE_PAGE_BYTES > most_needed_ + SLACK_BYTES && !settings.poison)
       return_free();
   }
 
   void return_free() {
     for_free_pages([&](size_t first, size_t end) { return_pages(first, end); });
+    most_needed_ = std::max(most_needed_, resident_pages_ * HUGE_PAGE_BYTES);
   }
 
   void return_pages(size_t first, size_t end) {
@@ -292,7 +292,7 @@ class Range {
   size_t committed_peak_ = 0;
   size_t allocated_ = 0;
   size_t allocated_peak_ = 0;
-  size_t most_allocated_ = 0;  // since the last trim
+  size_t most_needed_ = 0;  // since the last trim: what was left when all was returned that could be
   size_t allocations_ = 0;
   size_t recent_top_ = 0;
   int64_t runs_ = 0;

@@ -331,35 +331,120 @@ def test_holes_of_a_first_step_are_not_resident() -> None:
         resident = leave_holes()
     state = library.describe()
     assert (state.allocated_peak_bytes // MIB, state.end_peak_bytes // MIB) == (215, 348), state
-    assert 8 * 24 <= resident <= 215 * 17 / 16, resident
+    assert 8 * 24 <= resident <= 215 + 16, resident
 
     with step_memory.inside():
         for mib in (200, 50, 100):
             torch.ones(mib * MIB // 4)
             assert resident_mib() >= 200, "memory that was in use before is not returned"
 
-    library.trim()
-    assert resident_mib() == 0
-    with step_memory.inside():
-        resident = leave_holes(rounds=4)
-    assert 4 * 24 <= resident <= 115 * 17 / 16, "an earlier step needed more, but returned it"
+    for _ in range(5):
+        library.trim()
+        assert resident_mib() == 0
+        with step_memory.inside():
+            resident = leave_holes(rounds=4)
+    assert 4 * 24 <= resident <= 115 + 16, "an earlier step needed more, but returned it"
     """
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_memory_of_a_known_step_stays_resident() -> None:
-    """Otherwise each step would return memory that the next one needs."""
+def test_holes_of_other_steps_after_a_known_one_are_not_resident() -> None:
+    """Such as after a first step with a small batch. The step that is known touches no fresh page."""
     done = run_python(
         HOLES
         + """
-    forward, backward = (in_step_memory(lambda args: torch.ones(MIB).sum(), planned_peak_bytes=0) for _ in range(2))
-    for _ in range(4):
+    import resource
+
+    def graphs(mib):
+        kept = []
+
+        def forward(args):
+            for number in range(8):
+                hole = torch.ones((16 + number) * mib * MIB // 64)
+                kept.append(torch.ones(24 * mib * MIB // 64))
+                del hole
+
+        return [in_step_memory(function, planned_peak_bytes=0) for function in (forward, lambda args: kept.clear())]
+
+    def faults(forward, backward):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         forward([])
+        found = resident_mib()
         backward([])
+        return found, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    first, second = graphs(1), graphs(16)
+    for _ in range(4):
+        faults(*first)
+    steps = [faults(*second) for _ in range(12)]
+    assert steps[0][0] <= 215 + 16, steps
+    assert steps[-1][1] < 64, f"as few as reading its own memory takes: {steps}"
+    """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_small_holes_stay_resident() -> None:
+    """A step of one graph is never known, and would touch them again each time."""
+    done = run_python(
+        HOLES
+        + """
+    found = []
+
+    def run(args):
+        kept = []
+        for mib in (4, 5):
+            hole = torch.ones(mib * MIB // 4)
+            kept.append(torch.ones(6 * MIB // 4))
+            del hole
+        found.append(resident_mib())
+
+    graph = in_step_memory(run, planned_peak_bytes=0)
+    for _ in range(6):
+        graph([])
+    assert found[-1] >= 21, found
+    """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_memory_that_is_poisoned_stays_poisoned() -> None:
+    """A page that is returned reads as zeros, with which a tensor that is read too late may go unnoticed."""
+    done = run_python(
+        HOLES
+        + """
+    import ctypes
+
+    library.configure(poison=True)
     with step_memory.inside():
-        resident = leave_holes()
-    assert resident >= 348 - 23, resident
+        hole, kept = torch.zeros(16 * MIB // 4), torch.zeros(MIB // 4)
+        address = hole.data_ptr()
+        del hole
+        torch.zeros(48 * MIB // 4)
+    assert ctypes.string_at(address + 5 * MIB, 1) == bytes([0xCB])
+    """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_scattered_blocks_count_as_in_use_after_a_trim() -> None:
+    """Otherwise each later step would return its memory: 40 blocks of 64 KiB lie on as many huge pages."""
+    done = run_python(
+        HOLES
+        + """
+    with step_memory.inside():
+        holes, kept = [], []
+        for number in range(40):
+            kept.append(torch.ones(64 * 1024 // 4))
+            holes.append(torch.ones((5 * MIB + number * 128 * 1024) // 4))
+        holes.clear()
+        library.trim()
+        before = resident_mib()
+        torch.ones(20 * MIB // 4)
+        assert resident_mib() >= before + 18, (before, resident_mib())
+        torch.ones(6 * MIB // 4)
+        assert resident_mib() >= before + 18, "memory that was in use before is not returned"
     """
     )
     assert done.returncode == 0, done.stderr

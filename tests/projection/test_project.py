@@ -344,7 +344,7 @@ def test_a_page_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("COLUMNS", "200")
     done = CliRunner().invoke(app, ["project", "gpt2-xl", "--layers", "2", "--sequence", "64", "--page", "/dev/full"])
     assert done.exit_code == 3
-    assert "The page cannot be written: [Errno 28] No space left on device" in done.output
+    assert "/dev/full cannot be written: No space left on device" in done.output
 
 
 def test_the_catalogue_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import inspect
 import json
@@ -158,15 +159,15 @@ def check_target(path: Path | None, option: str) -> None:
 def written(path: Path, title: str, console: Console) -> Generator[None]:
     """A block that writes ``path``. Prints where it is.
 
-    If it cannot be written, such as on a full disk, one line says why, nothing of it is left, and the command ends with
-    EXIT_FAILED.
+    If it cannot be written, one line says why, and the command ends with EXIT_FAILED. On a full disk, nothing of the
+    file is left.
     """
     try:
         yield
     except OSError as error:
-        with contextlib.suppress(OSError):
-            if path.is_file():  # not a device
-                path.unlink()
+        # Other errors come before a byte was written, so the file that was there is whole.
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and path.is_file():  # not a device
+            path.unlink()
         reason = error.strerror or str(error)
         console.print(f"{path} cannot be written: {reason}.", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_FAILED) from error

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click.testing
 import pytest
@@ -123,6 +124,15 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     assert exited.value.exit_code == 3
     assert capsys.readouterr().out.replace("\n", "") == f"{path} cannot be written: No space left on device."
     assert not path.exists()
+
+
+def test_a_file_that_may_not_be_written_is_not_deleted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("old", encoding="utf-8")
+    monkeypatch.setattr(Path, "write_text", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(typer.Exit):
+        JsonTarget(path).write("{}")
+    assert path.read_text(encoding="utf-8") == "old"
 
 
 def test_a_device_that_is_full_is_not_deleted() -> None:

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 
 from ssdtrain_fx._torch_private.direct_calls import DirectCall, are_direct, function_name
 from ssdtrain_fx._torch_private.inductor_fusion import FuseWithinLevels
+from ssdtrain_fx._torch_private.inductor_loops import install_loops
 from ssdtrain_fx._torch_private.inductor_order import (
     install_order,
     lower_at_the_end,
@@ -142,6 +143,7 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any, sav
     _donate_nothing_to_subgraphs()
     _run_in_step_memory()
     _round_what_is_offloaded(offload, release, saved)
+    install_loops()
     install_order()
     install(offload)
     install(release)

@@ -29,6 +29,7 @@ from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx._torch_private.inductor_fusion import fusing_as_planned
 from ssdtrain_fx.compiler.chunk_loss import LossChunking
 from ssdtrain_fx.compiler.dry_run import compile_to_zeros
+from ssdtrain_fx.compiler.plain_step import PlainStep
 from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.function_names import display_name, stable_name
 from ssdtrain_fx.hardware import Hardware
@@ -75,12 +76,14 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         *,
         budget: StepBudget | None = None,
         on_warning: Callable[[], None] | None = None,
+        on_rewrite: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None,
     ) -> None:
         """
         Args:
             observe: called with every rewritten step.
             budget: what ``config.find_budget`` has found earlier. None: it is called now.
             on_warning: called if a warning about this step has been logged that every process should log.
+            on_rewrite: called with both halves of a step that is rewritten, as plain Inductor would compile them.
         """
         # This object must not hold tensors, because it is pickled.
         self.config = config
@@ -90,6 +93,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         self.budget = config.find_budget(example_inputs) if budget is None else budget
         self.observe = observe
         self.on_warning = on_warning
+        self.on_rewrite = on_rewrite
         is_link = bool(self.activation_inputs) or config.forwards_in_flight > 1
         self.chunking = LossChunking(config, example_inputs, is_link=is_link)
         self.inner: private.CustomPartitionerFn | None = private.current_setting("custom_partitioner_fn")
@@ -103,7 +107,14 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         budget = self.budget
         if budget is not None and budget.limit is not None:
             budget = dataclasses.replace(budget, limit="")
-        return {**self.__dict__, "budget": budget, "observe": None, "on_warning": None, "chunking": None}
+        return {
+            **self.__dict__,
+            "budget": budget,
+            "observe": None,
+            "on_warning": None,
+            "on_rewrite": None,
+            "chunking": None,
+        }
 
     @functools.cached_property
     def hardware(self) -> Hardware:
@@ -115,8 +126,11 @@ class OffloadPartitioner(private.CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         budget = self.config.budget_of_plan(self.budget, self.hardware)
 
+        plain: dict[fx.GraphModule, tuple[fx.GraphModule, fx.GraphModule]] = {}
+
         def make_plan(halves: tuple[fx.GraphModule, fx.GraphModule]) -> OffloadedStep:
-            return offload_saved_tensors(
+            PlainStep.mark(*halves)
+            step = offload_saved_tensors(
                 *halves,
                 num_forward_outputs=kwargs["num_fwd_outputs"],
                 config=self.config,
@@ -127,6 +141,8 @@ class OffloadPartitioner(private.CustomPartitionerFn):
                 activation_inputs=self.activation_inputs,
                 is_final=False,
             )
+            plain[step.forward] = halves
+            return step
 
         partition = self.inner or min_cut_rematerialization_partition
         step = self.chunking.plan(gm, joint_inputs, partition=partition, make_plan=make_plan, budget=budget, **kwargs)
@@ -136,6 +152,8 @@ class OffloadPartitioner(private.CustomPartitionerFn):
             self.observe(step)
         for half in (step.forward, step.backward):
             half.graph.output_node().meta[PLANNED_PEAK] = step.plan.peak_after_bytes
+        if self.on_rewrite is not None and any(_is_rewritten(half.graph) for half in (step.forward, step.backward)):
+            self.on_rewrite(*plain[step.forward])
         if (step.warning or self.chunking.has_warned) and self.on_warning is not None:
             self.on_warning()
         return step.forward, step.backward
@@ -192,6 +210,12 @@ class KeepLayouts(private.CustomGraphPass):
 
     def __init__(self) -> None:
         self.inner: Any = private.current_setting("post_grad_custom_post_pass")
+        self.plain_digest = ""
+        """Of what the rewritten graph is computed like; see ``PlainStep``. Inductor's cache has no other key for it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeepLayouts:
+        """The same object: Inductor copies its settings before the digest is known."""
+        return self
 
     def __call__(self, graph: fx.Graph) -> None:
         for inner in private.as_passes(self.inner):
@@ -209,7 +233,7 @@ class KeepLayouts(private.CustomGraphPass):
 
     def uuid(self) -> str:
         inner = [inner.uuid() for inner in private.as_passes(self.inner)]
-        return f"ssdtrain_fx {_source_hash()} {inner!r}"
+        return f"ssdtrain_fx {_source_hash()} {self.plain_digest} {inner!r}"
 
 
 class _CompileBothHalves:
@@ -218,6 +242,7 @@ class _CompileBothHalves:
     def __init__(self) -> None:
         self.stride_by_token: dict[str, tuple[int, ...]] = {}
         self.has_warned = False
+        self.plain: PlainStep | None = None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
         # Both names are read before compiling, because Inductor rewrites the graph.
@@ -231,6 +256,8 @@ class _CompileBothHalves:
         moves = bool(site_by_token or find(gm.graph, RELOAD))
         makes_again = any(COPY_OF in node.meta for node in gm.graph.nodes)
         with contextlib.ExitStack() as stack:
+            if self.plain is not None:
+                stack.enter_context(self.plain.computing_alike(gm, example_inputs, **kwargs))
             if moves or makes_again:
                 stack.enter_context(private.settings(**private.SETTINGS_OF_MOVING_GRAPHS))
                 planned_peak_bytes = gm.graph.output_node().meta[PLANNED_PEAK]
@@ -245,6 +272,10 @@ class _CompileBothHalves:
             # Planned again in every process, so that every process logs the warning.
             private.keep_out_of_autograd_cache(code)
         return code
+
+
+def _is_rewritten(graph: fx.Graph) -> bool:
+    return any(node.target in OPS or COPY_OF in node.meta for node in graph.nodes)
 
 
 def _site_argument(release: fx.Node) -> str:
@@ -270,14 +301,22 @@ def compile_with_inductor(
     _warn_about_nameless(config)
     private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT, saved=SAVED)
     halves = _CompileBothHalves()
+    layouts = KeepLayouts()
 
     def note_warning() -> None:
         halves.has_warned = True
 
-    partitioner = OffloadPartitioner(config, example_inputs, observe, budget=budget, on_warning=note_warning)
+    def note_plain(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        if partitioner.device == "cpu":
+            halves.plain = PlainStep(forward, backward)
+            layouts.plain_digest = halves.plain.digest
+
+    partitioner = OffloadPartitioner(
+        config, example_inputs, observe, budget=budget, on_warning=note_warning, on_rewrite=note_plain
+    )
     patches: dict[str, Any] = {
         "custom_partitioner_fn": partitioner,
-        "post_grad_custom_post_pass": KeepLayouts(),
+        "post_grad_custom_post_pass": layouts,
         **partitioner.chunking.settings(),
     }
     if mode is not None:

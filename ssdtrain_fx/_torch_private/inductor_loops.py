@@ -1,0 +1,426 @@
+"""Loops of CPU kernels as plain Inductor chooses them (see the table in ``_torch_private``).
+
+How Inductor computes a node decides the last bits of its result: ``exp`` rounds differently in vectorized and in scalar
+code, and a sum depends on the order of its additions, which depends on the loops and on the width of vectors. Inductor
+chooses these for a nest of loops, not for each node in it. So the choice depends on what is fused with a node, and on
+what is stored. Both are different if tensors are moved between the kernels.
+
+So the graphs that plain Inductor would compile are lowered too, without the C++ compiler, and what Inductor chooses for
+their nodes is recorded. The same nodes of the rewritten graphs then get the same loops and vectors, and are not fused
+with nodes for which Inductor has chosen others. Nodes whose results are the same for every choice are left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, cast
+
+from torch import fx
+from torch._inductor import config, ir
+from torch._inductor.codegen import cpp
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
+from torch._inductor.virtualized import V
+
+__all__ = ["PLAIN_NODE", "LoopChoices", "choosing_loops", "install_loops"]
+
+log = logging.getLogger(__name__)
+
+PLAIN_NODE = "ssdtrain_plain_node"
+"""Key in the metadata of nodes: the name of the node in the graphs of plain Inductor, with the half that it is in."""
+
+_LOOP_KERNELS = (SchedulerNode, FusedSchedulerNode, cpp.OuterLoopFusedSchedulerNode)
+
+_EXACT_OPS = frozenset(
+    (
+        *(
+            "constant",
+            "index_expr",
+            "load",
+            "store",
+            "store_reduction",
+            "indirect_indexing",
+            "check_bounds",
+            "load_seed",
+        ),
+        *("identity", "to_dtype", "to_dtype_bitcast", "where", "masked", "rand", "randint64"),
+        *("add", "sub", "mul", "truediv", "neg", "abs", "sqrt", "rsqrt", "reciprocal", "square", "relu", "sign"),
+        *("maximum", "minimum", "floor", "ceil", "trunc", "isnan", "isinf", "eq", "ne", "lt", "gt", "le", "ge"),
+        *("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor"),
+        *("bitwise_not", "bitwise_left_shift", "bitwise_right_shift"),
+    )
+)
+"""Ops of loop bodies whose results are the same in vectorized and in scalar code: IEEE 754 defines them."""
+
+_EXACT_REDUCTIONS = frozenset(("max", "min", "any", "argmax", "argmin", "xor_sum"))
+"""Reductions whose results do not depend on the order of their elements."""
+
+
+class _Choice(NamedTuple):
+    """How a node is computed."""
+
+    ranges: tuple[Any, ...]
+    """The nest of loops, outermost first."""
+    depth: int
+    """How many of them are not loops of a reduction."""
+    factors: tuple[int, ...]
+    """Elements of a vector in each of the loops ``indices``; nothing if the code is scalar."""
+    indices: tuple[int, ...]
+    is_tail_scalar: bool
+    """Whether the rest of a loop that is no whole vector is computed one by one."""
+    in_suffix: bool
+    """Whether the node is computed after the loops of a reduction."""
+
+    def width(self, *, is_elementwise: bool) -> str | None:
+        """``scalar`` or ``vector`` if all elements are computed like this, otherwise None."""
+        if not self.indices or (self.in_suffix and self.indices[0] >= self.depth):
+            return "scalar"
+        if not is_elementwise or self.in_suffix:
+            return None
+        if not self.is_tail_scalar:
+            return "vector"
+        sizes = [(self.ranges[index], factor) for index, factor in zip(self.indices, self.factors, strict=True)]
+        has_tail = any(not getattr(size, "is_number", isinstance(size, int)) or size % factor for size, factor in sizes)
+        return None if has_tail else "vector"
+
+
+class _Recorded(NamedTuple):
+    choice: _Choice
+    width: str | None
+    """``scalar`` or ``vector`` if that alone decides the bits of the node."""
+    tiling: tuple[Any, ...]
+    """What ``select_tiling`` returned."""
+    constraints: tuple[dict[Any, Any], list[Any]]
+    """Ranges and index expressions from which Inductor has built the loops."""
+    kernel: str
+    """Nodes with the same value share a kernel."""
+
+
+class LoopChoices:
+    """What Inductor chose for the nodes of one step, by the name of a node in the graphs of plain Inductor."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[str, _Recorded] = {}
+        self.missed: list[str] = []
+        """Nodes that could not be computed as recorded."""
+
+    def record(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> list[tuple[Any, ...] | None]:
+        """Record the choices for a graph of plain Inductor. Arguments as for ``compile_fx_inner``; it rewrites ``gm``.
+
+        Returns:
+            The strides of each output; None for what is not a tensor.
+        """
+        recorder = _Recorder(V.choices, self)
+        try:
+            with _without_caches(), V.set_choices_handler(cast(Any, recorder)):
+                compile_fx_inner(gm, example_inputs, **kwargs)
+        except _Scheduled as scheduled:
+            return scheduled.strides
+        return []  # Inductor does not lower a graph without kernels
+
+    def note(self, graph: Any) -> None:
+        """Record the choices for a graph of plain Inductor that has been scheduled."""
+        for number, kernel in enumerate(graph.scheduler.nodes):
+            for nest in _nests_of(kernel):
+                tiling = _select_tiling(nest)
+                group, reduction_group = max((node.group[1] for node in nest), key=lambda sizes: len(sizes[1]))
+                for node in filter(_depends_on_loops, nest):
+                    _, body, _ = node.node.get_default_sizes_body()
+                    choice = _choice(node, (*group, *reduction_group), len(group), tiling)
+                    self._recorded[_key_of(node)] = _Recorded(
+                        choice=choice,
+                        width=_width(node, choice),
+                        tiling=tiling,
+                        constraints=(body.var_ranges, list(body.indexing_exprs.values())),
+                        kernel=f"{graph.name} {graph.is_backward} {number}",
+                    )
+
+    def tiling(self, nodes: Sequence[Any], ranges: tuple[Any, ...], depth: int, default: tuple[Any, ...]) -> Any:
+        """What ``select_tiling`` is to return for a nest with these nodes, given what it chooses itself."""
+        sensitive = [node for node in nodes if _depends_on_loops(node)]
+        wanted = {key: self._recorded[key] for node in sensitive if (key := _key_of(node)) in self._recorded}
+        by_key = {_key_of(node): node for node in sensitive}
+        can_be_vectorized = _can_be_vectorized(nodes)
+        candidates = [
+            one.tiling
+            for one in wanted.values()
+            if not one.tiling[1] or (can_be_vectorized and one.choice.ranges == ranges and one.choice.depth == depth)
+        ]
+        candidates.append(default)
+        missed: list[str] = []
+        for tiling in candidates:
+            missed = [
+                key
+                for key, one in wanted.items()
+                if not _is_met(one, by_key[key], _choice(by_key[key], ranges, depth, tiling))
+            ]
+            if not missed:
+                return tiling
+        self.missed += missed
+        return default
+
+    def constraints(self, node: Any) -> tuple[dict[Any, Any], list[Any]] | None:
+        """What the loops of this node have to be built from, apart from its own index expressions."""
+        recorded = self._recorded.get(_key_of(node))
+        if recorded is None:
+            return None
+        _, body, _ = node.node.get_default_sizes_body()
+        ranges, expressions = recorded.constraints
+        return (ranges, expressions) if body.var_ranges == ranges else None
+
+    def can_fuse(self, node1: Any, node2: Any) -> bool:
+        """Whether one nest can compute both kernels as recorded."""
+        keys = [_key_of(node) for kernel in (node1, node2) for node in kernel.get_nodes() if _depends_on_loops(node)]
+        recorded = [self._recorded[key] for key in keys if key in self._recorded]
+        if len({one.kernel for one in recorded}) <= 1:
+            return True
+        if len({one.choice._replace(in_suffix=False) for one in recorded}) == 1:
+            return True
+        widths = {one.width for one in recorded}
+        return len(widths) == 1 and None not in widths
+
+
+class _Scheduled(BaseException):
+    """Ends a compilation before code is generated. Not an Exception, because Inductor would wrap it."""
+
+    def __init__(self, strides: list[tuple[Any, ...] | None]) -> None:
+        super().__init__()
+        self.strides = strides
+
+
+class _Recorder:
+    """Inductor's heuristics while ``LoopChoices`` records them."""
+
+    def __init__(self, inner: Any, choices: LoopChoices) -> None:
+        self._inner = inner
+        self.ssdtrain_records = choices
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Chooser:
+    """Inductor's heuristics, with ``LoopChoices`` for its CPU kernels."""
+
+    def __init__(self, inner: Any, choices: LoopChoices) -> None:
+        self._inner = inner
+        self.ssdtrain_loops = choices
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def can_fuse_horizontal(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        can_fuse = self._inner.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
+        return can_fuse and self.ssdtrain_loops.can_fuse(node1, node2)
+
+    def can_fuse_vertical(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        can_fuse = self._inner.can_fuse_vertical(scheduler, node1, node2, shared_data_score)
+        return can_fuse and self.ssdtrain_loops.can_fuse(node1, node2)
+
+
+@contextmanager
+def choosing_loops(choices: LoopChoices) -> Generator[None]:
+    """Compile graphs with these choices."""
+    with V.set_choices_handler(cast(Any, _Chooser(V.choices, choices))):
+        yield
+
+
+def install_loops() -> None:
+    """Let Inductor ask ``LoopChoices`` while it compiles within :func:`choosing_loops`."""
+    _choose_tiling()
+    _build_loops()
+    _end_after_scheduling()
+
+
+def _choose_tiling() -> None:
+    select = cast(Any, cpp.TilingSelect)
+    select_tiling = select.select_tiling
+
+    def select_tiling_as_plain(self: Any, fn_list: Any, var_sizes_list: Any) -> Any:
+        tiling = select_tiling(self, fn_list, var_sizes_list)
+        loops = _active()
+        nodes = [getattr(getattr(fn, "original_fn", fn), "args", (None,))[0] for fn in fn_list]
+        if loops is None or not all(isinstance(node, SchedulerNode) for node in nodes):
+            return tiling
+        group, reduction_group = max(var_sizes_list, key=lambda sizes: len(sizes[1]))
+        return loops.tiling(nodes, (*group, *reduction_group), len(group), tiling)
+
+    select.select_tiling = select_tiling_as_plain
+
+
+def _build_loops() -> None:
+    scheduler_node = cast(Any, SchedulerNode)
+    compute_attrs = scheduler_node._compute_attrs
+
+    def compute_attrs_as_plain(
+        self: Any, extra_indexing_constraints: Any = None, recompute_sizes_body_func: Any = None
+    ) -> None:
+        loops = _active()
+        if loops is not None and recompute_sizes_body_func is None:
+            constraints = loops.constraints(self)
+            if constraints is not None and extra_indexing_constraints is not None:
+                constraints = (constraints[0], [*constraints[1], *extra_indexing_constraints[1]])
+            extra_indexing_constraints = constraints or extra_indexing_constraints
+        compute_attrs(self, extra_indexing_constraints, recompute_sizes_body_func)
+
+    scheduler_node._compute_attrs = compute_attrs_as_plain
+
+
+def _end_after_scheduling() -> None:
+    lowering = cast(Any, GraphLowering)
+    compile_to_module = lowering.compile_to_module
+
+    def compile_unless_recording(self: Any) -> Any:
+        choices: LoopChoices | None = getattr(V.choices, "ssdtrain_records", None)
+        if choices is None:
+            return compile_to_module(self)
+        self.init_wrapper_code()
+        _schedule(self, choices)
+        outputs = self.graph_outputs or ()
+        raise _Scheduled([tuple(out.get_stride()) if out.has_tensor_output() else None for out in outputs])
+
+    lowering.compile_to_module = compile_unless_recording
+
+
+def _schedule(graph: Any, choices: LoopChoices) -> None:
+    """What ``GraphLowering.codegen`` does before it generates code, for a graph and its subgraphs."""
+    graph._update_scheduler()
+    choices.note(graph)
+    parts: list[Any] = [part for operation in graph.operations for part in vars(operation).values()]
+    for subgraph in [part.graph for part in parts if isinstance(part, ir.Subgraph) and part.graph is not None]:
+        for name in ("wrapper_code", "device_ops", "cpp_wrapper", "device_types", "device_idxs", "device_type"):
+            setattr(subgraph, name, getattr(graph, name))
+        with V.set_graph_handler(subgraph):
+            _schedule(subgraph, choices)
+
+
+def _nests_of(kernel: Any) -> list[list[Any]]:
+    """The nodes of each nest of loops in a kernel, with the loops that ``CppScheduling`` generates code for."""
+    backend = kernel.scheduler.backends.get(kernel.get_device()) if type(kernel) in _LOOP_KERNELS else None
+    if not isinstance(backend, cpp.CppScheduling) or kernel.is_template():
+        return []
+    if isinstance(kernel, cpp.OuterLoopFusedSchedulerNode):
+        nests: list[Any] = cast(Any, kernel).get_outer_nodes()
+        return [nest.get_nodes() for nest in nests]
+    return [cast(Any, backend).try_loop_split(kernel.get_nodes())]
+
+
+def _select_tiling(nest: list[Any]) -> tuple[Any, ...]:
+    """What ``CppKernelProxy`` gets from ``select_tiling`` for a nest."""
+    proxy = cast(Any, cpp.CppKernelProxy(cpp.KernelGroup()))
+    proxy.legalize_lowp_fp_dtype(nest)
+    proxy.data_type_propagation(nest)
+    if not proxy.picked_vec_isa or not any(size for node in nest for size in node.group[1]):
+        return ([], [])
+
+    def run(node: Any, *variables: Any) -> Any:
+        return node._body(*variables)
+
+    with cast(Any, config).patch(inplace_buffers=False):
+        bodies = [functools.partial(run, node) for node in nest]
+        return cast(Any, cpp.TilingSelect()).select_tiling(bodies, [node.group[1] for node in nest])
+
+
+def _active() -> LoopChoices | None:
+    return getattr(V.choices, "ssdtrain_loops", None)
+
+
+def _without_caches() -> AbstractContextManager[None]:
+    return cast(Any, config).patch(fx_graph_cache=False, fx_graph_remote_cache=False)
+
+
+def _key_of(node: Any) -> str:
+    """Which node of the graphs of plain Inductor an operation computes. Several may compute parts of one."""
+    keys: dict[str, str] | None = V.graph.__dict__.get("_ssdtrain_plain_nodes")
+    if keys is None:
+        keys = V.graph.__dict__["_ssdtrain_plain_nodes"] = {}
+        half = "backward" if V.graph.is_backward else "forward"
+        positions: dict[fx.Node, int] = {node: position for position, node in enumerate(cast(Any, V.graph).graph.nodes)}
+        numbers: dict[str, int] = {}
+        for operation in V.graph.operations:
+            origins = getattr(operation, "origins", ())
+            if origins:
+                made_for = max(origins, key=lambda node: positions.get(node, -1))
+                name = made_for.meta.get(PLAIN_NODE, f"{half} {made_for.name}")
+                name = f"{V.graph.name} {name} {type(getattr(operation, 'data', None)).__name__}"
+                numbers[name] = number = numbers.get(name, -1) + 1
+                keys[operation.get_operation_name()] = f"{name} {number}"
+    return keys.get(node.get_name(), "")
+
+
+def _depends_on_loops(node: Any) -> bool:
+    """Whether the last bits of what a node computes depend on its loops."""
+    body = getattr(node, "_body", None)
+    if body is None:
+        return False
+    found = body.__dict__.get("_ssdtrain_depends_on_loops")
+    if found is None:
+        found = body.__dict__["_ssdtrain_depends_on_loops"] = _is_inexact(body) or _adds_up(body)
+    return found
+
+
+def _ops_of(body: Any) -> Generator[Any]:
+    for block in itertools.chain([body.root_block], body.subblocks.values()):
+        yield from (op for op in block.graph.nodes if op.op == "call_method")
+
+
+def _is_inexact(body: Any) -> bool:
+    return any(op.target not in _EXACT_OPS and op.target != "reduction" for op in _ops_of(body))
+
+
+def _adds_up(body: Any) -> bool:
+    """Whether a body adds up floating-point numbers."""
+    for op in _ops_of(body):
+        if op.target == "reduction":
+            dtype, _, kind = op.args[1:4]
+            if kind not in _EXACT_REDUCTIONS and (dtype.is_floating_point or dtype.is_complex):
+                return True
+    return False
+
+
+def _choice(node: Any, ranges: tuple[Any, ...], depth: int, tiling: tuple[Any, ...]) -> _Choice:
+    factors, indices, *stats = tiling
+    group, reduction_group = node.group[1]
+    in_suffix = depth < len(ranges) and not reduction_group and len(group) == depth
+    return _Choice(ranges, depth, tuple(factors), tuple(indices), any(map(_is_tail_scalar, stats)), in_suffix)
+
+
+def _is_tail_scalar(stats: Any) -> bool:
+    """Whether Inductor may compute the tail of a loop with these ops one by one; it depends on the length too."""
+    slow = stats.mask_op_count + sum(stats.non_contig_indexing_op_counter.values())
+    count = sum(stats.op_counter.values())
+    return count > 0 and slow / count > stats.OVERHEAD_RATIO_THRESHOLD
+
+
+def _width(node: Any, choice: _Choice) -> str | None:
+    if _adds_up(node._body):
+        return None
+    return choice.width(is_elementwise=_reads_in_every_loop(node, choice))
+
+
+def _reads_in_every_loop(node: Any, choice: _Choice) -> bool:
+    """Whether all that a node reads is different in every step of the vectorized loops. What is not is computed one by
+    one."""
+    variables = [variable for group in node._body.vars for variable in group]
+    if len(variables) != len(choice.ranges):
+        return False
+    tiled = [variables[index] for index in choice.indices]
+    reads = node._body.get_read_exprs()
+    return all(any(variable in read.free_symbols for variable in tiled) for read in reads)
+
+
+def _is_met(recorded: _Recorded, node: Any, choice: _Choice) -> bool:
+    if choice == recorded.choice:
+        return True
+    return recorded.width is not None and _width(node, choice) == recorded.width
+
+
+def _can_be_vectorized(nodes: Sequence[Any]) -> bool:
+    bodies = [node._body for node in nodes]
+    module = cast(Any, cpp)
+    return all(dtype in module.VECTORIZABLE_DTYPES for dtype in module._get_dtype_from_loopbodies(bodies))

@@ -1,0 +1,78 @@
+"""The step that plain Inductor would compile, which tells how the rewritten step has to be computed on a CPU.
+
+See ``_torch_private.inductor_loops`` for the reasons.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from ssdtrain_fx._torch_private.inductor_loops import PLAIN_NODE, LoopChoices, choosing_loops
+
+log = logging.getLogger(__name__)
+
+_LAYOUT_OF_RESULTS = "user_visible_output_idxs"
+"""Key in the metadata of a graph's output: results whose layout Inductor may not choose. ``compile_fx`` sets it."""
+
+
+class PlainStep:
+    """Both halves of a step as Inductor's partitioner returns them. Inductor rewrites them when they are lowered."""
+
+    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        self._halves = {"forward": forward, "backward": backward}
+        self._loops = LoopChoices()
+        self._stride_by_saved: dict[str, tuple[Any, ...]] = {}
+        text = "\n".join(half.print_readable(print_output=False, include_stride=True) for half in (forward, backward))
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+        """Of both graphs: how the rewritten graphs are computed depends on them."""
+
+    @staticmethod
+    def mark(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        """Note in the metadata of all nodes, which are copied to the rewritten graphs, which nodes they are here."""
+        for half, gm in (("forward", forward), ("backward", backward)):
+            for node in gm.graph.nodes:
+                node.meta[PLAIN_NODE] = f"{half} {node.name}"
+
+    @contextmanager
+    def computing_alike(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Generator[None]:
+        """Compile the rewritten half ``gm`` in this block; arguments as for ``compile_fx_inner``. Forward is first."""
+        half = "backward" if kwargs.get("is_backward") else "forward"
+        plain = self._halves.pop(half, None)
+        if plain is not None:
+            results = gm.graph.output_node().meta
+            if _LAYOUT_OF_RESULTS in results:
+                plain.graph.output_node().meta[_LAYOUT_OF_RESULTS] = results[_LAYOUT_OF_RESULTS]
+            outputs: Any = plain.graph.output_node().args[0]
+            inputs = self._inputs_of_backward(plain) if half == "backward" else example_inputs
+            strides = self._loops.record(plain, inputs, **kwargs)
+            saved = zip(outputs, strides, strict=False)  # no strides of a graph without kernels
+            self._stride_by_saved = {
+                node.name: stride for node, stride in saved if node is not None and stride is not None
+            }
+        with choosing_loops(self._loops):
+            yield
+        if self._loops.missed:
+            log.info(
+                "the last bits of %s may differ from plain Inductor's: it computes them in other loops, which the "
+                "rewritten graph does not have",
+                ", ".join(self._loops.missed),
+            )
+            self._loops.missed.clear()
+
+    def _inputs_of_backward(self, backward: fx.GraphModule) -> list[Any]:
+        """What backward gets, with the strides that forward really gives to what it saves."""
+        inputs: list[Any] = []
+        for node in backward.graph.find_nodes(op="placeholder"):
+            value = node.meta["val"]
+            stride = self._stride_by_saved.get(node.name)
+            if stride is not None and isinstance(value, torch.Tensor) and tuple(value.stride()) != stride:
+                value = value.as_strided(value.size(), stride)
+            inputs.append(value)
+        return inputs

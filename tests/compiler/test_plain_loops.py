@@ -1,0 +1,283 @@
+"""Kernels of a rewritten step are computed in the loops, and with the vectors, of plain Inductor.
+
+The first tests record the choices for one function and compile a part of it, which Inductor would fuse and vectorize in
+another way. The results have the bits of the whole function, and would not have them without the recorded choices.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from steps import FAST_DISK, Autocast, small_model
+from torch import Tensor, nn
+from torch._inductor.codegen import cpp
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ssdtrain_fx import OffloadConfig, backend
+from ssdtrain_fx._torch_private import inductor as private
+from ssdtrain_fx._torch_private import inductor_loops
+from ssdtrain_fx._torch_private.inductor_loops import LoopChoices, choosing_loops
+from ssdtrain_fx.compiler import plain_step
+from ssdtrain_fx.compiler.inductor import KeepLayouts
+from ssdtrain_fx.compiler.plain_step import PlainStep
+from ssdtrain_fx.passes.graph.joint_graph import SAVED
+from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
+from ssdtrain_fx.studies import zoo
+from ssdtrain_fx.testing import assert_same_bits, train
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_cache")
+
+
+@pytest.fixture
+def fresh_cache() -> Iterator[None]:
+    private.install_lowerings(offload=OFFLOAD, release=RELEASE, reload=RELOAD, wait=WAIT, saved=SAVED)
+    with inductor_config.patch(force_disable_caches=True):
+        yield
+
+
+Selected = dict[str, tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...]]]
+
+
+@pytest.fixture
+def selected(monkeypatch: pytest.MonkeyPatch) -> Selected:
+    """What Inductor generates code with: loops, elements per vector, and the vectorized loops, by node."""
+    found: Selected = {}
+    select: Any = cpp.TilingSelect.select_tiling
+
+    def note(self: Any, fn_list: Any, var_sizes_list: Any) -> Any:
+        result = select(self, fn_list, var_sizes_list)
+        group, reduction_group = max(var_sizes_list, key=lambda sizes: len(sizes[1]))
+        for function in fn_list:
+            node = getattr(function, "original_fn", function).args[0]
+            key = inductor_loops._key_of(node)  # pyright: ignore[reportPrivateUsage]
+            found[key] = ((*group, *reduction_group), tuple(result[0]), tuple(result[1]))
+        return result
+
+    monkeypatch.setattr(cpp.TilingSelect, "select_tiling", note)
+    return found
+
+
+def traced(function: Function, inputs: list[Tensor]) -> Any:
+    return make_fx(function, tracing_mode="fake", decomposition_table=select_decomp_table())(*inputs)
+
+
+def run(function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
+    values = list(inputs)
+    return tuple(compile_fx_inner(traced(function, values), values)(list(values)))
+
+
+def recorded(function: Function, *inputs: Tensor) -> LoopChoices:
+    choices = LoopChoices()
+    choices.record(traced(function, list(inputs)), list(inputs))
+    return choices
+
+
+def run_alike(choices: LoopChoices, function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
+    with choosing_loops(choices):
+        return run(function, *inputs)
+
+
+def values(*size: int) -> Tensor:
+    return torch.linspace(-3, 3, torch.Size(size).numel()).reshape(size)
+
+
+def backwards(x: Tensor, m: Tensor) -> Tensor:
+    """Reads so much of ``m`` from its end that Inductor generates scalar code."""
+    return x + m.flip(1) * m.flip(0, 1)
+
+
+def test_scalar_code_stays_scalar() -> None:
+    def whole(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+        return x.exp(), backwards(x, m)
+
+    def part(x: Tensor) -> tuple[Tensor, ...]:
+        return (x.exp(),)
+
+    x, m = values(64, 256), values(64, 256)
+    expected, _ = run(whole, x, m)
+    assert not run(part, x)[0].equal(expected)
+    assert run_alike(recorded(whole, x, m), part, x)[0].equal(expected)
+
+
+def test_a_kernel_is_not_fused_into_loops_without_vectors() -> None:
+    def whole(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        exp = x.exp()
+        return exp, backwards((x + 1).exp(), exp @ w)
+
+    def part(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+        return x.exp(), backwards((x + 1).exp(), m)
+
+    x, w = values(64, 256), values(256, 256)
+    expected = run(whole, x, w)
+    m = expected[0] @ w
+    assert not all(map(torch.equal, run(part, x, m), expected))
+    assert all(map(torch.equal, run_alike(recorded(whole, x, w), part, x, m), expected))
+
+
+def test_loops_of_a_sum_are_not_merged() -> None:
+    def whole(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return ((a * b.transpose(1, 2)).sum(2),)
+
+    def part(a: Tensor, b: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        product = a * b.transpose(1, 2)
+        matrix_product = product @ w  # which stores the first product, so that its sum could have two loops
+        return product.sum(2), matrix_product
+
+    a, b, w = values(4, 32, 96), values(4, 96, 32), values(96, 1)
+    (expected,) = run(whole, a, b)
+    assert not run(part, a, b, w)[0].equal(expected)
+    assert run_alike(recorded(whole, a, b), part, a, b, w)[0].equal(expected)
+
+
+def test_a_sum_keeps_the_width_of_its_vectors() -> None:
+    def whole(low: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return (low.float() * a).sum(-1), (b * a).sum(-1)
+
+    def part(low: Tensor, a: Tensor) -> tuple[Tensor, ...]:
+        return ((low.float() * a).sum(-1),)
+
+    low, a, b = values(16, 256).bfloat16(), values(16, 256).flip(0).contiguous(), values(16, 256)
+    expected, _ = run(whole, low, a, b)
+    assert not run(part, low, a)[0].equal(expected)
+    assert run_alike(recorded(whole, low, a, b), part, low, a)[0].equal(expected)
+
+
+def test_what_is_the_same_in_all_loops_is_not_bound(selected: Selected) -> None:
+    def whole(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+        return x * 2, backwards(x, m)
+
+    def part(x: Tensor) -> tuple[Tensor, ...]:
+        return (x * 2,)
+
+    x, m = values(64, 256), values(64, 256)
+    choices = recorded(whole, x, m)
+    selected.clear()
+    run_alike(choices, part, x)
+    assert [indices for _, _, indices in selected.values()] == [(0,)]
+
+
+def test_loops_that_cannot_be_met_are_named() -> None:
+    def add_up(x: Tensor) -> tuple[Tensor, ...]:
+        return (x.sum(-1),)
+
+    choices = recorded(add_up, values(16, 256))
+    run_alike(choices, add_up, values(16, 256))
+    assert not choices.missed
+    run_alike(choices, add_up, values(16, 128))
+    assert [name.split()[1:] for name in choices.missed] == [["forward", "sum_1", "Reduction", "0"]]
+
+
+def test_loops_in_branches_are_recorded() -> None:
+    def whole(x: Tensor, m: Tensor, flag: Tensor) -> tuple[Tensor, ...]:
+        def branch(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+            return x.exp(), backwards(x, m)
+
+        return torch.cond(flag, branch, lambda x, m: (x - 1, m - 1), (x, m))
+
+    choices = recorded(whole, values(64, 256), values(64, 256), torch.tensor(True))
+    assert any("exp Pointwise" in name for name in choices._recorded)  # pyright: ignore[reportPrivateUsage]
+
+
+class Mixed(nn.Module):
+    """Two reductions that share an input, one of them of a 16-bit product. Inductor computes both in one kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.randn(64, 64) / 8) for _ in range(3))
+
+    def forward(self, x: Tensor, a: Tensor) -> Tensor:
+        product = x.bfloat16() @ self.first.bfloat16()
+        one = (product.float() * a).sum(-1)
+        hidden = torch.tanh(a @ self.second) @ self.third
+        return (one * (hidden * a).sum(-1)).square().mean()
+
+
+def config(**options: Any) -> OffloadConfig:
+    return OffloadConfig(policy="all", min_tensor_bytes=0, hardware=FAST_DISK, **options)
+
+
+@pytest.fixture
+def choices_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[LoopChoices]:
+    """The choices of all steps that are compiled."""
+    found: list[LoopChoices] = []
+
+    def choosing(choices: LoopChoices) -> Any:
+        found.append(choices)
+        return choosing_loops(choices)
+
+    monkeypatch.setattr(plain_step, "choosing_loops", choosing)
+    return found
+
+
+def test_bits_in_mixed_precision() -> None:
+    torch.manual_seed(0)
+    model, batches = Mixed(), [(torch.randn(128, 64), torch.randn(128, 64))]
+    assert_same_bits(train(model, batches, backend(config())), train(model, batches, "inductor"))
+
+
+@pytest.mark.slow
+def test_bits_of_a_state_space_model() -> None:
+    """From two layers on, offloading changes what is fused with an ``exp`` of Mamba-2, and how sums are computed."""
+    torch.manual_seed(0)
+    model, make_batch = zoo.build("mamba", layers=2, hidden=64, sequence=128, vocab=64, batch=2)
+    batches = [make_batch(torch.Generator().manual_seed(0))]
+    assert_same_bits(train(model, batches, backend(config())), train(model, batches, "inductor"))
+
+
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("conv", marks=pytest.mark.slow)])
+def test_choices_are_those_of_plain_inductor(
+    name: str, autocast: bool, selected: Selected, choices_of_steps: list[LoopChoices]
+) -> None:
+    """What is recorded before code generation is what plain Inductor generates code with."""
+    model, batches = small_model(name)
+    if autocast:
+        model = Autocast(model)
+    train(model, batches, backend(config()))
+    choices = choices_of_steps[0]
+    assert choices is choices_of_steps[1]  # forward and backward
+    assert not choices.missed
+    selected.clear()
+    train(model, batches, "inductor")
+    assert len(selected) > 20
+    for key, one in choices._recorded.items():  # pyright: ignore[reportPrivateUsage]
+        assert selected[key] == (one.choice.ranges, one.choice.factors, one.choice.indices), key
+
+
+def test_a_graph_that_moves_nothing_is_compiled_once(choices_of_steps: list[LoopChoices]) -> None:
+    model, batches = Mixed(), [(torch.randn(16, 64), torch.randn(16, 64))]
+    train(model, batches, backend(OffloadConfig(hardware=FAST_DISK)))
+    assert not choices_of_steps
+
+
+def test_a_step_that_misses_loops_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    tiling = LoopChoices.tiling
+
+    def miss(self: LoopChoices, nodes: Any, ranges: Any, depth: Any, default: Any) -> Any:
+        self.missed.append("sum_1")
+        return tiling(self, nodes, ranges, depth, default)
+
+    monkeypatch.setattr(LoopChoices, "tiling", miss)
+    with caplog.at_level(logging.INFO, logger="ssdtrain_fx"):
+        train(Mixed(), [(torch.randn(16, 64), torch.randn(16, 64))], backend(config()))
+    assert "the last bits of sum_1" in caplog.text
+
+
+def test_the_key_of_the_compile_cache_depends_on_the_plain_step() -> None:
+    passes = [KeepLayouts() for _ in range(3)]
+    for one, function in zip(passes, (torch.sin, torch.sin, torch.cos), strict=True):
+        graph = traced(cast(Any, function), [values(4, 4)])
+        one.plain_digest = PlainStep(graph, graph).digest
+    first, same, other = (one.uuid() for one in passes)
+    assert first == same != other
+    assert copy.deepcopy(passes[0]) is passes[0]  # Inductor copies its settings before the digest is known

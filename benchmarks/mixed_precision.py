@@ -1,12 +1,12 @@
-"""Show the known limit of bit-identity: float32 and bfloat16 in one graph on a CPU. The exit code is 1 while it exists.
+"""Compare bits where they are hard to keep: float32 and bfloat16 in one graph on a CPU. Exit code 1: some differ.
 
     python benchmarks/mixed_precision.py
 
 The model reduces rows of ``float(bf16 product) * a`` and, after two float32 products, rows of ``h * a``. Plain Inductor
 computes both reductions in one loop nest, because both read ``a``. One of them reads no 16-bit value, so the nest has
 vectors of 16 elements (AVX-512). With offloading, the two reductions are not fused: the first one would then run later
-than planned. On its own it reads 16-bit values in each of its bodies, so it gets vectors of 32 elements, and adds
-up a row in another order. docs/reports/mixed_precision.md says more.
+than planned. On its own it reads 16-bit values in each of its bodies, so Inductor would give it vectors of 32 elements,
+and add up a row in another order. docs/reports/last_bits.md says what is done against it.
 """
 
 from __future__ import annotations

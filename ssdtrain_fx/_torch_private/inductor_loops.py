@@ -72,21 +72,12 @@ class _Choice(NamedTuple):
     """Elements of a vector in each of the loops ``indices``; nothing if the code is scalar."""
     indices: tuple[int, ...]
     is_tail_scalar: bool
-    """Whether the rest of a loop that is no whole vector is computed one by one."""
-    in_suffix: bool
-    """Whether the node is computed after the loops of a reduction."""
+    """Whether the rest of a loop that is no whole vector may be computed one by one."""
 
-    def width(self, *, is_elementwise: bool) -> str | None:
-        """``scalar`` or ``vector`` if all elements are computed like this, otherwise None."""
-        if not self.indices or (self.in_suffix and self.indices[0] >= self.depth):
-            return "scalar"
-        if not is_elementwise or self.in_suffix:
-            return None
-        if not self.is_tail_scalar:
-            return "vector"
-        sizes = [(self.ranges[index], factor) for index, factor in zip(self.indices, self.factors, strict=True)]
-        has_tail = any(not getattr(size, "is_number", isinstance(size, int)) or size % factor for size, factor in sizes)
-        return None if has_tail else "vector"
+    def has_tail(self) -> bool:
+        """Whether a vectorized loop may have such a rest. A loop whose length is a symbol may."""
+        sizes = [self.ranges[index] for index in self.indices]
+        return any(size % factor != 0 for size, factor in zip(sizes, self.factors, strict=True))
 
 
 class _Recorded(NamedTuple):
@@ -101,12 +92,16 @@ class _Recorded(NamedTuple):
     """Nodes with the same value share a kernel."""
 
 
+Key = tuple[str, str, str, int]
+"""The (sub)graph, the node that an operation is lowered for, the kind of operation, and its number among these."""
+
+
 class LoopChoices:
     """What Inductor chose for the nodes of one step, by the name of a node in the graphs of plain Inductor."""
 
     def __init__(self) -> None:
-        self._recorded: dict[str, _Recorded] = {}
-        self.missed: list[str] = []
+        self._recorded: dict[Key, _Recorded] = {}
+        self.missed: set[str] = set()
         """Nodes that could not be computed as recorded."""
 
     def record(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> list[tuple[Any, ...] | None]:
@@ -129,60 +124,63 @@ class LoopChoices:
             for nest in _nests_of(kernel):
                 tiling = _select_tiling(nest)
                 group, reduction_group = max((node.group[1] for node in nest), key=lambda sizes: len(sizes[1]))
+                choice = _choice((*group, *reduction_group), len(group), tiling)
                 for node in filter(_depends_on_loops, nest):
-                    _, body, _ = node.node.get_default_sizes_body()
-                    choice = _choice(node, (*group, *reduction_group), len(group), tiling)
-                    self._recorded[_key_of(node)] = _Recorded(
+                    key = _key_of(node)
+                    if key is None:
+                        continue
+                    width = _width(node, choice)
+                    self._recorded[key] = _Recorded(
                         choice=choice,
-                        width=_width(node, choice),
+                        width=width,
                         tiling=tiling,
-                        constraints=(body.var_ranges, list(body.indexing_exprs.values())),
+                        constraints=_constraints(node, nest if width is None else [node]),
                         kernel=f"{graph.name} {graph.is_backward} {number}",
                     )
 
     def tiling(self, nodes: Sequence[Any], ranges: tuple[Any, ...], depth: int, default: tuple[Any, ...]) -> Any:
         """What ``select_tiling`` is to return for a nest with these nodes, given what it chooses itself."""
-        sensitive = [node for node in nodes if _depends_on_loops(node)]
-        wanted = {key: self._recorded[key] for node in sensitive if (key := _key_of(node)) in self._recorded}
-        by_key = {_key_of(node): node for node in sensitive}
+        wanted = [(node, one) for node in nodes if (one := self._choice_of(node)) is not None]
+        if not wanted:
+            return default
         can_be_vectorized = _can_be_vectorized(nodes)
         candidates = [
             one.tiling
-            for one in wanted.values()
-            if not one.tiling[1] or (can_be_vectorized and one.choice.ranges == ranges and one.choice.depth == depth)
+            for _, one in wanted
+            if not one.choice.indices or (can_be_vectorized and one.choice[:2] == (ranges, depth))
         ]
-        candidates.append(default)
-        missed: list[str] = []
-        for tiling in candidates:
-            missed = [
-                key
-                for key, one in wanted.items()
-                if not _is_met(one, by_key[key], _choice(by_key[key], ranges, depth, tiling))
-            ]
+        missed: list[Any] = []
+        for tiling in (*candidates, default):
+            choice = _choice(ranges, depth, tiling)
+            missed = [node for node, one in wanted if not _is_met(one, node, choice)]
             if not missed:
                 return tiling
-        self.missed += missed
+        self.missed.update(key[1] for node in missed if (key := _key_of(node)) is not None)
         return default
 
     def constraints(self, node: Any) -> tuple[dict[Any, Any], list[Any]] | None:
         """What the loops of this node have to be built from, apart from its own index expressions."""
-        recorded = self._recorded.get(_key_of(node))
+        key = _key_of(node)
+        recorded = None if key is None else self._recorded.get(key)
         if recorded is None:
             return None
-        _, body, _ = node.node.get_default_sizes_body()
-        ranges, expressions = recorded.constraints
-        return (ranges, expressions) if body.var_ranges == ranges else None
+        return recorded.constraints if _default_body(node).var_ranges == recorded.constraints[0] else None
 
     def can_fuse(self, node1: Any, node2: Any) -> bool:
         """Whether one nest can compute both kernels as recorded."""
-        keys = [_key_of(node) for kernel in (node1, node2) for node in kernel.get_nodes() if _depends_on_loops(node)]
-        recorded = [self._recorded[key] for key in keys if key in self._recorded]
+        nodes: list[Any] = [*node1.get_nodes(), *node2.get_nodes()]
+        recorded = [one for node in nodes if (one := self._choice_of(node)) is not None]
         if len({one.kernel for one in recorded}) <= 1:
             return True
-        if len({one.choice._replace(in_suffix=False) for one in recorded}) == 1:
+        if len({one.choice for one in recorded}) == 1:
             return True
         widths = {one.width for one in recorded}
         return len(widths) == 1 and None not in widths
+
+    def _choice_of(self, node: Any) -> _Recorded | None:
+        """What is recorded for a scheduled node; None if its bits do not depend on that."""
+        key = _key_of(node) if _depends_on_loops(node) else None
+        return None if key is None else self._recorded.get(key)
 
 
 class _Scheduled(BaseException):
@@ -292,7 +290,8 @@ def _schedule(graph: Any, choices: LoopChoices) -> None:
     graph._update_scheduler()
     choices.note(graph)
     parts: list[Any] = [part for operation in graph.operations for part in vars(operation).values()]
-    for subgraph in [part.graph for part in parts if isinstance(part, ir.Subgraph) and part.graph is not None]:
+    subgraphs: list[Any] = [part.graph for part in parts if isinstance(part, ir.Subgraph)]
+    for subgraph in filter(None, subgraphs):
         for name in ("wrapper_code", "device_ops", "cpp_wrapper", "device_types", "device_idxs", "device_type"):
             setattr(subgraph, name, getattr(graph, name))
         with V.set_graph_handler(subgraph):
@@ -334,23 +333,38 @@ def _without_caches() -> AbstractContextManager[None]:
     return cast(Any, config).patch(fx_graph_cache=False, fx_graph_remote_cache=False)
 
 
-def _key_of(node: Any) -> str:
-    """Which node of the graphs of plain Inductor an operation computes. Several may compute parts of one."""
-    keys: dict[str, str] | None = V.graph.__dict__.get("_ssdtrain_plain_nodes")
+def _key_of(node: Any) -> Key | None:
+    """Which part of the graphs of plain Inductor a scheduled operation computes; None if that is not known."""
+    keys: dict[str, Key] | None = V.graph.__dict__.get("_ssdtrain_plain_nodes")
     if keys is None:
-        keys = V.graph.__dict__["_ssdtrain_plain_nodes"] = {}
-        half = "backward" if V.graph.is_backward else "forward"
-        positions: dict[fx.Node, int] = {node: position for position, node in enumerate(cast(Any, V.graph).graph.nodes)}
-        numbers: dict[str, int] = {}
-        for operation in V.graph.operations:
-            origins = getattr(operation, "origins", ())
-            if origins:
-                made_for = max(origins, key=lambda node: positions.get(node, -1))
-                name = made_for.meta.get(PLAIN_NODE, f"{half} {made_for.name}")
-                name = f"{V.graph.name} {name} {type(getattr(operation, 'data', None)).__name__}"
-                numbers[name] = number = numbers.get(name, -1) + 1
-                keys[operation.get_operation_name()] = f"{name} {number}"
-    return keys.get(node.get_name(), "")
+        keys = V.graph.__dict__["_ssdtrain_plain_nodes"] = _find_keys(V.graph)
+    return keys.get(node.get_name())
+
+
+def _find_keys(graph: Any) -> dict[str, Key]:
+    half = "backward" if graph.is_backward else "forward"
+    positions: dict[fx.Node, int] = {node: position for position, node in enumerate(graph.graph.nodes)}
+    count_of: dict[tuple[str, str, str], int] = {}
+    keys: dict[str, Key] = {}
+    for operation in graph.operations:
+        if operation.origins:
+            lowered = max(operation.origins, key=lambda node: positions.get(node, -1))
+            name = lowered.meta.get(PLAIN_NODE, f"{half} {lowered.name}")
+            kind = (str(graph.name), name, type(getattr(operation, "data", None)).__name__)
+            count_of[kind] = number = count_of.get(kind, -1) + 1
+            keys[operation.get_operation_name()] = (*kind, number)
+    return keys
+
+
+def _default_body(node: Any) -> Any:
+    """The body of a node before loops are merged."""
+    return node.node.get_default_sizes_body()[1]
+
+
+def _constraints(node: Any, nest: Sequence[Any]) -> tuple[dict[Any, Any], list[Any]]:
+    ranges = _default_body(node).var_ranges
+    bodies = [body for body in map(_default_body, nest) if body.var_ranges == ranges]
+    return ranges, [expression for body in bodies for expression in body.indexing_exprs.values()]
 
 
 def _depends_on_loops(node: Any) -> bool:
@@ -383,11 +397,9 @@ def _adds_up(body: Any) -> bool:
     return False
 
 
-def _choice(node: Any, ranges: tuple[Any, ...], depth: int, tiling: tuple[Any, ...]) -> _Choice:
+def _choice(ranges: tuple[Any, ...], depth: int, tiling: tuple[Any, ...]) -> _Choice:
     factors, indices, *stats = tiling
-    group, reduction_group = node.group[1]
-    in_suffix = depth < len(ranges) and not reduction_group and len(group) == depth
-    return _Choice(ranges, depth, tuple(factors), tuple(indices), any(map(_is_tail_scalar, stats)), in_suffix)
+    return _Choice(ranges, depth, tuple(factors), tuple(indices), any(map(_is_tail_scalar, stats)))
 
 
 def _is_tail_scalar(stats: Any) -> bool:
@@ -398,9 +410,13 @@ def _is_tail_scalar(stats: Any) -> bool:
 
 
 def _width(node: Any, choice: _Choice) -> str | None:
+    """``scalar`` or ``vector`` if all elements of a node are computed like this and it has no sums, otherwise None."""
     if _adds_up(node._body):
         return None
-    return choice.width(is_elementwise=_reads_in_every_loop(node, choice))
+    if not choice.indices:
+        return "scalar"
+    is_whole = not (choice.is_tail_scalar and choice.has_tail())
+    return "vector" if is_whole and _reads_in_every_loop(node, choice) else None
 
 
 def _reads_in_every_loop(node: Any, choice: _Choice) -> bool:

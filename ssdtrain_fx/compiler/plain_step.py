@@ -62,7 +62,7 @@ class PlainStep:
             log.info(
                 "the last bits of %s may differ from plain Inductor's: it computes them in other loops, which the "
                 "rewritten graph does not have",
-                ", ".join(self._loops.missed),
+                ", ".join(sorted(self._loops.missed)),
             )
             self._loops.missed.clear()
 

@@ -45,14 +45,14 @@ def fresh_cache() -> Iterator[None]:
         yield
 
 
-Selected = dict[str, tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...]]]
+Selected = dict[Any, tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...]]]
 
 
 @pytest.fixture
 def selected(monkeypatch: pytest.MonkeyPatch) -> Selected:
     """What Inductor generates code with: loops, elements per vector, and the vectorized loops, by node."""
     found: Selected = {}
-    select: Any = cpp.TilingSelect.select_tiling
+    select: Any = cast(Any, cpp.TilingSelect).select_tiling
 
     def note(self: Any, fn_list: Any, var_sizes_list: Any) -> Any:
         result = select(self, fn_list, var_sizes_list)
@@ -152,6 +152,22 @@ def test_a_sum_keeps_the_width_of_its_vectors() -> None:
     assert run_alike(recorded(whole, low, a, b), part, low, a)[0].equal(expected)
 
 
+def test_elements_that_fill_no_vector_stay_scalar() -> None:
+    """With so many selections, Inductor computes the last four elements of a row one by one."""
+
+    def whole(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+        m = m[:, :20]
+        return x.exp(), torch.where(x > 0, m, torch.where(x > 1, x, m + 1))
+
+    def part(x: Tensor) -> tuple[Tensor, ...]:
+        return (x.exp(),)
+
+    x, m = values(64, 20), values(64, 32)
+    expected, _ = run(whole, x, m)
+    assert not run(part, x)[0].equal(expected)
+    assert run_alike(recorded(whole, x, m), part, x)[0].equal(expected)
+
+
 def test_what_is_the_same_in_all_loops_is_not_bound(selected: Selected) -> None:
     def whole(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
         return x * 2, backwards(x, m)
@@ -174,18 +190,21 @@ def test_loops_that_cannot_be_met_are_named() -> None:
     run_alike(choices, add_up, values(16, 256))
     assert not choices.missed
     run_alike(choices, add_up, values(16, 128))
-    assert [name.split()[1:] for name in choices.missed] == [["forward", "sum_1", "Reduction", "0"]]
+    assert choices.missed == {"forward sum_1"}
 
 
 def test_loops_in_branches_are_recorded() -> None:
     def whole(x: Tensor, m: Tensor, flag: Tensor) -> tuple[Tensor, ...]:
-        def branch(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+        def first(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
             return x.exp(), backwards(x, m)
 
-        return torch.cond(flag, branch, lambda x, m: (x - 1, m - 1), (x, m))
+        def second(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+            return x - 1, m - 1
+
+        return torch.cond(flag, first, second, (x, m))
 
     choices = recorded(whole, values(64, 256), values(64, 256), torch.tensor(True))
-    assert any("exp Pointwise" in name for name in choices._recorded)  # pyright: ignore[reportPrivateUsage]
+    assert [key[1:] for key in choices._recorded] == [("forward exp", "Pointwise", 0)]  # pyright: ignore[reportPrivateUsage]
 
 
 class Mixed(nn.Module):
@@ -235,12 +254,12 @@ def test_bits_of_a_state_space_model() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("conv", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["conv", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_choices_are_those_of_plain_inductor(
     name: str, autocast: bool, selected: Selected, choices_of_steps: list[LoopChoices]
 ) -> None:
     """What is recorded before code generation is what plain Inductor generates code with."""
-    model, batches = small_model(name)
+    model, batches = small_model(name, layers=1)
     if autocast:
         model = Autocast(model)
     train(model, batches, backend(config()))
@@ -249,7 +268,7 @@ def test_choices_are_those_of_plain_inductor(
     assert not choices.missed
     selected.clear()
     train(model, batches, "inductor")
-    assert len(selected) > 20
+    assert len(choices._recorded) > 10  # pyright: ignore[reportPrivateUsage]
     for key, one in choices._recorded.items():  # pyright: ignore[reportPrivateUsage]
         assert selected[key] == (one.choice.ranges, one.choice.factors, one.choice.indices), key
 
@@ -264,13 +283,13 @@ def test_a_step_that_misses_loops_says_so(monkeypatch: pytest.MonkeyPatch, caplo
     tiling = LoopChoices.tiling
 
     def miss(self: LoopChoices, nodes: Any, ranges: Any, depth: Any, default: Any) -> Any:
-        self.missed.append("sum_1")
+        self.missed.add("backward sum_1")
         return tiling(self, nodes, ranges, depth, default)
 
     monkeypatch.setattr(LoopChoices, "tiling", miss)
     with caplog.at_level(logging.INFO, logger="ssdtrain_fx"):
         train(Mixed(), [(torch.randn(16, 64), torch.randn(16, 64))], backend(config()))
-    assert "the last bits of sum_1" in caplog.text
+    assert "the last bits of backward sum_1" in caplog.text
 
 
 def test_the_key_of_the_compile_cache_depends_on_the_plain_step() -> None:

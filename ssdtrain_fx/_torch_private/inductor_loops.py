@@ -290,7 +290,7 @@ def _schedule(graph: Any, choices: LoopChoices) -> None:
     graph._update_scheduler()
     choices.note(graph)
     parts: list[Any] = [part for operation in graph.operations for part in vars(operation).values()]
-    subgraphs: list[Any] = [part.graph for part in parts if isinstance(part, ir.Subgraph)]
+    subgraphs: list[Any] = [cast(Any, part.graph) for part in parts if isinstance(part, ir.Subgraph)]
     for subgraph in filter(None, subgraphs):
         for name in ("wrapper_code", "device_ops", "cpp_wrapper", "device_types", "device_idxs", "device_type"):
             setattr(subgraph, name, getattr(graph, name))

@@ -289,13 +289,16 @@ def _schedule(graph: Any, choices: LoopChoices) -> None:
     """What ``GraphLowering.codegen`` does before it generates code, for a graph and its subgraphs."""
     graph._update_scheduler()
     choices.note(graph)
-    parts: list[Any] = [part for operation in graph.operations for part in vars(operation).values()]
-    subgraphs: list[Any] = [cast(Any, part.graph) for part in parts if isinstance(part, ir.Subgraph)]
-    for subgraph in filter(None, subgraphs):
+    for subgraph in _subgraphs_of(graph):
         for name in ("wrapper_code", "device_ops", "cpp_wrapper", "device_types", "device_idxs", "device_type"):
             setattr(subgraph, name, getattr(graph, name))
         with V.set_graph_handler(subgraph):
             _schedule(subgraph, choices)
+
+
+def _subgraphs_of(graph: Any) -> list[Any]:
+    parts = itertools.chain.from_iterable(vars(operation).values() for operation in graph.operations)
+    return [graph for part in parts if isinstance(part, ir.Subgraph) and (graph := cast(Any, part).graph) is not None]
 
 
 def _nests_of(kernel: Any) -> list[list[Any]]:

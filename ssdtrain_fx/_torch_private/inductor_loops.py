@@ -297,8 +297,11 @@ def _schedule(graph: Any, choices: LoopChoices) -> None:
 
 
 def _subgraphs_of(graph: Any) -> list[Any]:
-    parts = itertools.chain.from_iterable(vars(operation).values() for operation in graph.operations)
-    return [graph for part in parts if isinstance(part, ir.Subgraph) and (graph := cast(Any, part).graph) is not None]
+    found: list[Any] = []
+    for operation in graph.operations:
+        parts = cast("dict[str, Any]", vars(operation)).values()
+        found += [part.graph for part in parts if isinstance(part, ir.Subgraph)]
+    return [subgraph for subgraph in found if subgraph is not None]
 
 
 def _nests_of(kernel: Any) -> list[list[Any]]:

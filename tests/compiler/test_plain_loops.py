@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ssdtrain_fx import OffloadConfig, backend
 from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx._torch_private import inductor_loops
-from ssdtrain_fx._torch_private.inductor_loops import LoopChoices, choosing_loops
+from ssdtrain_fx._torch_private.inductor_loops import LoopChoices, _Choice, _Recorded, choosing_loops  # pyright: ignore[reportPrivateUsage]
 from ssdtrain_fx.compiler import plain_step
 from ssdtrain_fx.compiler.inductor import KeepLayouts
 from ssdtrain_fx.compiler.plain_step import PlainStep
@@ -122,6 +123,34 @@ def test_a_kernel_is_not_fused_into_loops_without_vectors() -> None:
     m = expected[0] @ w
     assert not all(map(torch.equal, run(part, x, m), expected))
     assert all(map(torch.equal, run_alike(recorded(whole, x, w), part, x, m), expected))
+
+
+ROWS = _Choice(ranges=(64, 256), depth=1, factors=(16,), indices=(1,), is_tail_scalar=False)
+COLUMNS = ROWS._replace(indices=(0,))
+
+
+def make_record(choice: _Choice, width: str | None, kernel: str) -> _Recorded:
+    return _Recorded(choice, width, tiling=(), constraints=({}, []), kernel=kernel)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "may_share"),
+    [
+        pytest.param((ROWS, None, "1"), (COLUMNS, None, "1"), True, id="one kernel with two nests"),
+        pytest.param((ROWS, None, "1"), (ROWS, None, "2"), True, id="equal loops"),
+        pytest.param((ROWS, "vector", "1"), (COLUMNS, "vector", "2"), True, id="both vectorized, no sums"),
+        pytest.param((ROWS, "vector", "1"), (COLUMNS, "scalar", "2"), False, id="vectorized and scalar"),
+        pytest.param((ROWS, None, "1"), (COLUMNS, None, "2"), False, id="sums in different loops"),
+        pytest.param((ROWS, None, "1"), (COLUMNS, "vector", "2"), False, id="a sum and other vectors"),
+        pytest.param((ROWS, None, "1"), None, True, id="bits of one do not depend on loops"),
+    ],
+)
+def test_which_kernels_may_share_loops(first: Any, second: Any, may_share: bool) -> None:
+    choices = LoopChoices()
+    choices._choice_of = lambda node: node  # pyright: ignore[reportPrivateUsage]
+    nodes = [None if one is None else make_record(*one) for one in (first, second)]
+    kernels = [SimpleNamespace(get_nodes=lambda node=node: [node]) for node in nodes]
+    assert choices.can_fuse(*kernels) is choices.can_fuse(*reversed(kernels)) is may_share
 
 
 def test_loops_of_a_sum_are_not_merged() -> None:

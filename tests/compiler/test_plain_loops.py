@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ssdtrain_fx import OffloadConfig, backend
 from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx._torch_private import inductor_loops
-from ssdtrain_fx._torch_private.inductor_loops import LoopChoices, _Choice, _Recorded, choosing_loops  # pyright: ignore[reportPrivateUsage]
+from ssdtrain_fx._torch_private.inductor_loops import PLAIN_NODE, LoopChoices, _Choice, _Recorded, choosing_loops  # pyright: ignore[reportPrivateUsage]
 from ssdtrain_fx.compiler import plain_step
 from ssdtrain_fx.compiler.inductor import KeepLayouts
 from ssdtrain_fx.compiler.plain_step import PlainStep
@@ -81,6 +81,12 @@ def recorded(function: Function, *inputs: Tensor) -> LoopChoices:
     choices = LoopChoices()
     choices.record(traced(function, list(inputs)), list(inputs))
     return choices
+
+
+def found(choices: LoopChoices) -> Selected:
+    """What is recorded, in the form of ``selected``."""
+    recorded = choices._recorded.items()  # pyright: ignore[reportPrivateUsage]
+    return {key: (one.choice.ranges, one.choice.factors, one.choice.indices) for key, one in recorded}
 
 
 def run_alike(choices: LoopChoices, function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -222,6 +228,116 @@ def test_loops_that_cannot_be_met_are_named() -> None:
     assert choices.missed == {"forward sum_1"}
 
 
+def test_other_loops_will_do_if_all_elements_are_vectorized() -> None:
+    def vectorized(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return (x.exp() * y,)
+
+    def partly(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        row = x[:, :1].expand(x.shape)  # does not change in the vectorized loop, so neither does its exponential
+        return (row.exp() * y,)
+
+    for function, missed in ((vectorized, set[str]()), (partly, {"forward mul"})):
+        choices = recorded(function, values(16, 256), values(16, 256))
+        run_alike(choices, function, values(16, 128), values(16, 128))
+        assert choices.missed == missed
+
+
+def test_a_kernel_with_a_dtype_without_vectors_stays_scalar() -> None:
+    def whole(x: Tensor) -> tuple[Tensor, ...]:
+        return (x.exp(),)
+
+    def part(x: Tensor) -> tuple[Tensor, ...]:
+        return x.exp(), x.to(torch.int16) + 1
+
+    x = values(64, 256)
+    choices = recorded(whole, x)
+    exp, added = run_alike(choices, part, x)
+    assert torch.allclose(exp, x.exp()) and added.equal(x.to(torch.int16) + 1)
+    assert choices.missed == {"forward exp"}
+
+
+def test_code_from_a_cache_does_not_prevent_recording() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return (x.exp(),)
+
+    with inductor_config.patch(force_disable_caches=False, fx_graph_cache=True):
+        for _ in range(2):
+            run(function, values(16, 256))
+            assert found(recorded(function, values(16, 256)))
+
+
+def repeated(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Inductor splits the second loop in two, so that it need not divide."""
+    return ((x + y[:, :, None].expand(16, 8, 30).reshape(16, 240)).exp(),)
+
+
+def selecting(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+    """Inductor gives both results the same loops, although one loop would do for the first."""
+    m = m[:, :20]
+    return x.exp(), torch.where(x > 0, m, torch.where(x > 1, x, m + 1))
+
+
+def rounding(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+    return (x.bfloat16().exp() * m.bfloat16()).sum(-1), x.bfloat16().tanh()
+
+
+def normalizing(x: Tensor) -> tuple[Tensor, ...]:
+    return (x.softmax(-1), torch.nn.functional.layer_norm(x, x.shape[-1:]))
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes"),
+    [
+        (repeated, [(16, 240), (16, 8)]),
+        (selecting, [(64, 20), (64, 32)]),
+        (rounding, [(64, 250), (64, 250)]),
+        (normalizing, [(64, 250)]),
+    ],
+)
+def test_recorded_loops_are_those_of_the_code(
+    function: Function, sizes: list[tuple[int, ...]], selected: Selected
+) -> None:
+    inputs = [values(*size) for size in sizes]
+    choices = recorded(function, *inputs)
+    selected.clear()
+    expected = run(function, *inputs)
+    of_plain = dict(selected)
+    assert found(choices) and found(choices).items() <= of_plain.items()
+    assert all(map(torch.equal, run_alike(choices, function, *inputs), expected))
+    assert selected == of_plain and not choices.missed
+
+
+def test_a_node_that_is_computed_again_is_the_same_node() -> None:
+    def whole(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+        return x.exp(), backwards(x, m)
+
+    def part(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return y.exp(), x.exp()
+
+    x, m = values(64, 256), values(64, 256)
+    expected, _ = run(whole, x, m)
+    graph = traced(part, [x, m])
+    first, again = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)
+    first.meta[PLAIN_NODE], again.meta[PLAIN_NODE] = "forward another", "forward exp"
+    with choosing_loops(recorded(whole, x, m)):
+        _, found = compile_fx_inner(graph, [x, m])([x, m])
+    assert found.equal(expected)
+
+
+def test_a_step_marks_its_nodes_and_passes_on_which_layouts_are_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = [traced(function, [values(4, 4)]) for function in (lambda x: (x.sin(),), lambda x: (x.cos(),))]
+    PlainStep.mark(*halves)
+    assert halves[0].graph.output_node().all_input_nodes[0].meta[PLAIN_NODE] == "forward sin"
+    assert halves[1].graph.output_node().all_input_nodes[0].meta[PLAIN_NODE] == "backward cos"
+    rewritten = traced(lambda x: (x.sin(),), [values(4, 4)])
+    rewritten.graph.output_node().meta["user_visible_output_idxs"] = [0]
+    recorded: list[Any] = []
+    monkeypatch.setattr(LoopChoices, "record", lambda self, gm, *_, **__: recorded.append(gm) or [])
+    with PlainStep(*halves).computing_alike(rewritten, [values(4, 4)]):
+        assert recorded == [halves[0]]
+    assert recorded[0].graph.output_node().meta["user_visible_output_idxs"] == [0]
+
+
 def test_loops_in_branches_are_recorded() -> None:
     def whole(x: Tensor, m: Tensor, flag: Tensor) -> tuple[Tensor, ...]:
         def first(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
@@ -233,7 +349,7 @@ def test_loops_in_branches_are_recorded() -> None:
         return torch.cond(flag, first, second, (x, m))
 
     choices = recorded(whole, values(64, 256), values(64, 256), torch.tensor(True))
-    assert [key[1:] for key in choices._recorded] == [("forward exp", "Pointwise", 0)]  # pyright: ignore[reportPrivateUsage]
+    assert [key[1:] for key in found(choices)] == [("forward exp", "Pointwise", 0)]
 
 
 class Mixed(nn.Module):
@@ -297,9 +413,8 @@ def test_choices_are_those_of_plain_inductor(
     assert not choices.missed
     selected.clear()
     train(model, batches, "inductor")
-    assert len(choices._recorded) > 10  # pyright: ignore[reportPrivateUsage]
-    for key, one in choices._recorded.items():  # pyright: ignore[reportPrivateUsage]
-        assert selected[key] == (one.choice.ranges, one.choice.factors, one.choice.indices), key
+    assert len(found(choices)) > 10
+    assert found(choices).items() <= selected.items()
 
 
 def test_a_graph_that_moves_nothing_is_compiled_once(choices_of_steps: list[LoopChoices]) -> None:

@@ -436,6 +436,20 @@ def test_a_step_that_misses_loops_says_so(monkeypatch: pytest.MonkeyPatch, caplo
     assert "the last bits of backward sum_1" in caplog.text
 
 
+def test_inductor_looks_up_a_step_by_the_digest_of_its_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    uuid = KeepLayouts.uuid
+
+    def note(self: KeepLayouts) -> str:
+        asked.append(self.plain_digest)
+        return uuid(self)
+
+    monkeypatch.setattr(KeepLayouts, "uuid", note)
+    with inductor_config.patch(force_disable_caches=False, fx_graph_cache=True):
+        train(Mixed(), [(torch.randn(16, 64), torch.randn(16, 64))], backend(config()))
+    assert len(asked[-1]) == 64 and asked[-1] == asked[-2]  # for both halves
+
+
 def test_the_key_of_the_compile_cache_depends_on_the_plain_step() -> None:
     passes = [KeepLayouts() for _ in range(3)]
     for one, function in zip(passes, (torch.sin, torch.sin, torch.cos), strict=True):

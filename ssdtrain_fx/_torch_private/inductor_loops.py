@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast
 
 from torch import fx
-from torch._inductor import config, ir
+from torch._inductor import config, cpu_vec_isa, ir
 from torch._inductor.codegen import cpp
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
@@ -317,11 +317,11 @@ def _nests_of(kernel: Any) -> list[list[Any]]:
 
 def _select_tiling(nest: list[Any]) -> tuple[Any, ...]:
     """What ``CppKernelProxy`` gets from ``select_tiling`` for a nest."""
-    proxy = cast(Any, cpp.CppKernelProxy(cpp.KernelGroup()))
+    if not cpu_vec_isa.pick_vec_isa() or not any(size for node in nest for size in node.group[1]):
+        return ([], [])
+    proxy: Any = cpp.CppKernelProxy.__new__(cpp.CppKernelProxy)  # ``__init__`` would count another kernel
     proxy.legalize_lowp_fp_dtype(nest)
     proxy.data_type_propagation(nest)
-    if not proxy.picked_vec_isa or not any(size for node in nest for size in node.group[1]):
-        return ([], [])
 
     def run(node: Any, *variables: Any) -> Any:
         return node._body(*variables)

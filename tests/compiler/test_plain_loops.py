@@ -17,6 +17,7 @@ import torch
 import torch._inductor.config as inductor_config
 from steps import FAST_DISK, Autocast, small_model
 from torch import Tensor, nn
+from torch._inductor import metrics
 from torch._inductor.codegen import cpp
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -298,7 +299,9 @@ def test_recorded_loops_are_those_of_the_code(
     function: Function, sizes: list[tuple[int, ...]], selected: Selected
 ) -> None:
     inputs = [values(*size) for size in sizes]
+    count = metrics.generated_kernel_count
     choices = recorded(function, *inputs)
+    assert metrics.generated_kernel_count == count  # users of these metrics see what is generated, no more
     selected.clear()
     expected = run(function, *inputs)
     of_plain = dict(selected)

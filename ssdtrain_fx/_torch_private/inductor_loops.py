@@ -260,13 +260,20 @@ def _build_loops() -> None:
     ) -> None:
         loops = _active()
         if loops is not None and recompute_sizes_body_func is None:
-            constraints = loops.constraints(self)
-            if constraints is not None and extra_indexing_constraints is not None:
-                constraints = (constraints[0], [*constraints[1], *extra_indexing_constraints[1]])
-            extra_indexing_constraints = constraints or extra_indexing_constraints
+            extra_indexing_constraints = _add_constraints(loops.constraints(self), extra_indexing_constraints)
         compute_attrs(self, extra_indexing_constraints, recompute_sizes_body_func)
 
     scheduler_node._compute_attrs = compute_attrs_as_plain
+
+
+def _add_constraints(recorded: tuple[dict[Any, Any], list[Any]] | None, extra: Any) -> Any:
+    if recorded is None:
+        return extra
+    ranges, expressions = recorded
+    make: Any = getattr(ir, "ExtraIndexingConstraints", None)  # since torch 2.14
+    if make is None:
+        return (ranges, expressions if extra is None else [*expressions, *extra[1]])
+    return make(ranges, expressions if extra is None else [*expressions, *extra.exprs])
 
 
 def _end_after_scheduling() -> None:
@@ -299,8 +306,11 @@ def _schedule(graph: Any, choices: LoopChoices) -> None:
 def _subgraphs_of(graph: Any) -> list[Any]:
     found: list[Any] = []
     for operation in graph.operations:
-        parts = cast("dict[str, Any]", vars(operation)).values()
-        found += [part.graph for part in parts if isinstance(part, ir.Subgraph)]
+        for part in cast("dict[str, Any]", vars(operation)).values():
+            several = (
+                cast("list[Any]", part) if isinstance(part, (list, tuple)) else [part]
+            )  # torch 2.15 lists branches
+            found += [one.graph for one in several if isinstance(one, ir.Subgraph)]
     return [subgraph for subgraph in found if subgraph is not None]
 
 
@@ -405,7 +415,8 @@ def _adds_up(body: Any) -> bool:
 
 def _choice(ranges: tuple[Any, ...], depth: int, tiling: tuple[Any, ...]) -> _Choice:
     factors, indices, *stats = tiling
-    return _Choice(ranges, depth, tuple(factors), tuple(indices), any(map(_is_tail_scalar, stats)))
+    is_tail_scalar = not cast(Any, config).cpp.enable_loop_tail_vec or any(map(_is_tail_scalar, stats))
+    return _Choice(ranges, depth, tuple(factors), tuple(indices), is_tail_scalar)
 
 
 def _is_tail_scalar(stats: Any) -> bool:

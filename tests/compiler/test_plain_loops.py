@@ -200,7 +200,8 @@ def test_elements_that_fill_no_vector_stay_scalar() -> None:
 
     x, m = values(64, 20), values(64, 32)
     expected, _ = run(whole, x, m)
-    assert not run(part, x)[0].equal(expected)
+    if hasattr(cpp, "KernelOpStats"):  # before torch 2.13, the rest of a loop is always a vector
+        assert not run(part, x)[0].equal(expected)
     assert run_alike(recorded(whole, x, m), part, x)[0].equal(expected)
 
 

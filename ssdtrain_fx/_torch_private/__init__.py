@@ -4,9 +4,9 @@ Inductor's APIs are in the separate module ``_torch_private.inductor``, because 
 
 Each was checked by running the test suite on 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0, on a CPU. The exceptions are
 ``generate_end``, ``innermost_fn``, ``_empty_strided_cpu`` and the C++ headers, which the arena uses: they were checked
-on 2.13.0 and 2.15.0. What concerns GPUs alone was checked on 2.11.0, on an H200, and on 2.13.0. The loops of CPU kernels
-(``inductor_loops``) were checked on 2.11.0, 2.13.0 and 2.15.0. Comments in the code say what differs between these
-versions.
+on 2.13.0 and 2.15.0. What concerns GPUs alone was checked on 2.11.0, on an H200, and on 2.13.0. The loops of CPU
+kernels (``inductor_loops``) were checked on 2.11.0, 2.13.0 and 2.15.0. Comments in the code say what differs between
+these versions.
 
 | name | without it |
 |---|---|

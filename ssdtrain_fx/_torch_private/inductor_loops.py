@@ -307,9 +307,8 @@ def _subgraphs_of(graph: Any) -> list[Any]:
     found: list[Any] = []
     for operation in graph.operations:
         for part in cast("dict[str, Any]", vars(operation)).values():
-            several = (
-                cast("list[Any]", part) if isinstance(part, (list, tuple)) else [part]
-            )  # torch 2.15 lists branches
+            # torch 2.15 keeps the branches of a ``torch.cond`` in a list.
+            several = cast("list[Any]", part) if isinstance(part, (list, tuple)) else [part]
             found += [one.graph for one in several if isinstance(one, ir.Subgraph)]
     return [subgraph for subgraph in found if subgraph is not None]
 

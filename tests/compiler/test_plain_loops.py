@@ -258,14 +258,14 @@ def test_a_kernel_with_a_dtype_without_vectors_stays_scalar() -> None:
     assert choices.missed == {"forward exp"}
 
 
-def test_code_from_a_cache_does_not_prevent_recording() -> None:
-    def function(x: Tensor) -> tuple[Tensor, ...]:
-        return (x.exp(),)
-
-    with inductor_config.patch(force_disable_caches=False, fx_graph_cache=True):
-        for _ in range(2):
-            run(function, values(16, 256))
-            assert found(recorded(function, values(16, 256)))
+def test_recording_asks_no_cache_which_would_lower_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        inductor_loops, "compile_fx_inner", lambda *_, **__: asked.append(cast(Any, inductor_config).fx_graph_cache)
+    )
+    with inductor_config.patch(fx_graph_cache=True):
+        LoopChoices().record(traced(lambda x: (x.exp(),), [values(4, 4)]), [values(4, 4)])
+    assert asked == [False]
 
 
 def repeated(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:

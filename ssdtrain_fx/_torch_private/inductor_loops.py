@@ -27,12 +27,15 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
 from torch._inductor.virtualized import V
 
-__all__ = ["PLAIN_NODE", "LoopChoices", "choosing_loops", "install_loops"]
+__all__ = ["LAYOUT_OF_RESULTS", "PLAIN_NODE", "LoopChoices", "choosing_loops", "install_loops"]
 
 log = logging.getLogger(__name__)
 
 PLAIN_NODE = "ssdtrain_plain_node"
 """Key in the metadata of nodes: the name of the node in the graphs of plain Inductor, with the half that it is in."""
+
+LAYOUT_OF_RESULTS = "user_visible_output_idxs"
+"""Key in the metadata of a graph's output: results whose layout Inductor may not choose. ``compile_fx`` sets it."""
 
 _LOOP_KERNELS = (SchedulerNode, FusedSchedulerNode, cpp.OuterLoopFusedSchedulerNode)
 
@@ -191,19 +194,8 @@ class _Scheduled(BaseException):
         self.strides = strides
 
 
-class _Recorder:
-    """Inductor's heuristics while ``LoopChoices`` records them."""
-
-    def __init__(self, inner: Any, choices: LoopChoices) -> None:
-        self._inner = inner
-        self.ssdtrain_records = choices
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-class _Chooser:
-    """Inductor's heuristics, with ``LoopChoices`` for its CPU kernels."""
+class _Heuristics:
+    """Inductor's heuristics, as ``inner`` has them."""
 
     def __init__(self, inner: Any, choices: LoopChoices) -> None:
         self._inner = inner
@@ -211,6 +203,14 @@ class _Chooser:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+class _Recorder(_Heuristics):
+    """While this is active, ``LoopChoices`` records what Inductor chooses."""
+
+
+class _Chooser(_Heuristics):
+    """While this is active, CPU kernels get the recorded choices."""
 
     def can_fuse_horizontal(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         can_fuse = self._inner.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
@@ -281,11 +281,10 @@ def _end_after_scheduling() -> None:
     compile_to_module = lowering.compile_to_module
 
     def compile_unless_recording(self: Any) -> Any:
-        choices: LoopChoices | None = getattr(V.choices, "ssdtrain_records", None)
-        if choices is None:
+        if not isinstance(V.choices, _Recorder):
             return compile_to_module(self)
         self.init_wrapper_code()
-        _schedule(self, choices)
+        _schedule(self, V.choices.ssdtrain_loops)
         outputs = self.graph_outputs or ()
         raise _Scheduled([tuple(out.get_stride()) if out.has_tensor_output() else None for out in outputs])
 
@@ -341,7 +340,8 @@ def _select_tiling(nest: list[Any]) -> tuple[Any, ...]:
 
 
 def _active() -> LoopChoices | None:
-    return getattr(V.choices, "ssdtrain_loops", None)
+    """The choices that are to be met. Other heuristics may stand around those of this module."""
+    return None if isinstance(V.choices, _Recorder) else getattr(V.choices, "ssdtrain_loops", None)
 
 
 def _without_caches() -> AbstractContextManager[None]:

@@ -253,12 +253,10 @@ class _CompileBothHalves:
             if token.name in self.stride_by_token:
                 for node in (reload, *reload.users):
                     node.update_arg(2, list(self.stride_by_token[token.name]))
-        moves = bool(site_by_token or find(gm.graph, RELOAD))
-        makes_again = any(COPY_OF in node.meta for node in gm.graph.nodes)
         with contextlib.ExitStack() as stack:
             if self.plain is not None:
                 stack.enter_context(self.plain.computing_alike(gm, example_inputs, **kwargs))
-            if moves or makes_again:
+            if _is_rewritten(gm.graph):
                 stack.enter_context(private.settings(**private.SETTINGS_OF_MOVING_GRAPHS))
                 planned_peak_bytes = gm.graph.output_node().meta[PLANNED_PEAK]
                 stack.enter_context(fusing_as_planned(frozenset(OPS), STORED, planned_peak_bytes))
@@ -275,6 +273,7 @@ class _CompileBothHalves:
 
 
 def _is_rewritten(graph: fx.Graph) -> bool:
+    """Whether a half of a step moves tensors or computes some again."""
     return any(node.target in OPS or COPY_OF in node.meta for node in graph.nodes)
 
 

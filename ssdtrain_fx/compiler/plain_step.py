@@ -14,12 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ssdtrain_fx._torch_private.inductor_loops import PLAIN_NODE, LoopChoices, choosing_loops
+from ssdtrain_fx._torch_private.inductor_loops import LAYOUT_OF_RESULTS, PLAIN_NODE, LoopChoices, choosing_loops
 
 log = logging.getLogger(__name__)
-
-_LAYOUT_OF_RESULTS = "user_visible_output_idxs"
-"""Key in the metadata of a graph's output: results whose layout Inductor may not choose. ``compile_fx`` sets it."""
 
 
 class PlainStep:
@@ -47,8 +44,8 @@ class PlainStep:
         plain = self._halves.pop(half, None)
         if plain is not None:
             results = gm.graph.output_node().meta
-            if _LAYOUT_OF_RESULTS in results:
-                plain.graph.output_node().meta[_LAYOUT_OF_RESULTS] = results[_LAYOUT_OF_RESULTS]
+            if LAYOUT_OF_RESULTS in results:
+                plain.graph.output_node().meta[LAYOUT_OF_RESULTS] = results[LAYOUT_OF_RESULTS]
             outputs: Any = plain.graph.output_node().args[0]
             inputs = self._inputs_of_backward(plain) if half == "backward" else example_inputs
             strides = self._loops.record(plain, inputs, **kwargs)

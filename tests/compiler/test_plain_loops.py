@@ -15,8 +15,9 @@ from typing import Any, cast
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from mixed_precision import Mixed
 from steps import FAST_DISK, Autocast, small_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor import metrics
 from torch._inductor.codegen import cpp
 from torch._inductor.compile_fx import compile_fx_inner
@@ -356,20 +357,6 @@ def test_loops_in_branches_are_recorded() -> None:
     assert [key[1:] for key in found(choices)] == [("forward exp", "Pointwise", 0)]
 
 
-class Mixed(nn.Module):
-    """Two reductions that share an input, one of them of a 16-bit product. Inductor computes both in one kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Parameter(torch.randn(64, 64) / 8) for _ in range(3))
-
-    def forward(self, x: Tensor, a: Tensor) -> Tensor:
-        product = x.bfloat16() @ self.first.bfloat16()
-        one = (product.float() * a).sum(-1)
-        hidden = torch.tanh(a @ self.second) @ self.third
-        return (one * (hidden * a).sum(-1)).square().mean()
-
-
 def config(**options: Any) -> OffloadConfig:
     return OffloadConfig(policy="all", min_tensor_bytes=0, hardware=FAST_DISK, **options)
 
@@ -389,7 +376,7 @@ def choices_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[LoopChoices]:
 
 def test_bits_in_mixed_precision() -> None:
     torch.manual_seed(0)
-    model, batches = Mixed(), [(torch.randn(128, 64), torch.randn(128, 64))]
+    model, batches = Mixed(64), [(torch.randn(128, 64), torch.randn(128, 64))]
     assert_same_bits(train(model, batches, backend(config())), train(model, batches, "inductor"))
 
 
@@ -422,7 +409,7 @@ def test_choices_are_those_of_plain_inductor(
 
 
 def test_a_graph_that_moves_nothing_is_compiled_once(choices_of_steps: list[LoopChoices]) -> None:
-    model, batches = Mixed(), [(torch.randn(16, 64), torch.randn(16, 64))]
+    model, batches = Mixed(64), [(torch.randn(16, 64), torch.randn(16, 64))]
     train(model, batches, backend(OffloadConfig(hardware=FAST_DISK)))
     assert not choices_of_steps
 
@@ -436,7 +423,7 @@ def test_a_step_that_misses_loops_says_so(monkeypatch: pytest.MonkeyPatch, caplo
 
     monkeypatch.setattr(LoopChoices, "tiling", miss)
     with caplog.at_level(logging.INFO, logger="ssdtrain_fx"):
-        train(Mixed(), [(torch.randn(16, 64), torch.randn(16, 64))], backend(config()))
+        train(Mixed(64), [(torch.randn(16, 64), torch.randn(16, 64))], backend(config()))
     assert "the last bits of backward sum_1" in caplog.text
 
 
@@ -450,7 +437,7 @@ def test_inductor_looks_up_a_step_by_the_digest_of_its_plain_step(monkeypatch: p
 
     monkeypatch.setattr(KeepLayouts, "uuid", note)
     with inductor_config.patch(force_disable_caches=False, fx_graph_cache=True):
-        train(Mixed(), [(torch.randn(16, 64), torch.randn(16, 64))], backend(config()))
+        train(Mixed(64), [(torch.randn(16, 64), torch.randn(16, 64))], backend(config()))
     assert len(asked[-1]) == 64 and asked[-1] == asked[-2]  # for both halves
 
 

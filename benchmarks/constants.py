@@ -42,6 +42,7 @@ from ssdtrain_fx.passes.planning.plan import Offload
 from ssdtrain_fx.passes.planning.simulate import simulate
 from ssdtrain_fx.passes.planning.transfer_problem import Placement
 from ssdtrain_fx.studies import zoo
+from ssdtrain_fx.whole_file import write_whole
 
 EQUAL = 1e-9
 
@@ -226,9 +227,10 @@ def main(arguments: list[str]) -> int:
         (one, other, []) for one in constants for other in one.others
     ]
     before: list[Outcome | None] = []
+    rows: list[Row] = []
     with Progress(*progress_columns(), console=console) as progress:
         bar = progress.add_task("tracing", total=len(chosen.model) * len(SETTINGS) * (1 + len(trials)))
-        for model in chosen.model:
+        for number, model in enumerate(chosen.model, 1):
             traced = TracedModel(model, {**SIZES, "layers": chosen.layers})
             for setting in SETTINGS:
                 before.append(outcome(traced, setting))
@@ -237,17 +239,27 @@ def main(arguments: list[str]) -> int:
                     with changed(constant, other):
                         after.append(outcome(traced, setting))
                     progress.update(bar, advance=1)
-    rows = [compare(constant, other, before, after) for constant, other, after in trials]
+            rows = [compare(constant, other, before, after) for constant, other, after in trials]
+            write_results(chosen.json, chosen.model[:number], chosen.layers, rows)
     table = Table(title=f"{', '.join(chosen.model)}: {chosen.layers} layers, {len(SETTINGS)} settings")
     for name in ("constant", "value", "instead", "plans", "peak", "time", "slow disk", "planning"):
         table.add_column(name, justify="left" if name in ("constant", "value", "instead") else "right")
     for row in rows:
         table.add_row(*row.cells)
     console.print(table)
-    chosen.json.parent.mkdir(exist_ok=True)
-    written = {"date": datetime.date.today().isoformat(), "rows": [dataclasses.asdict(row) for row in rows]}
-    chosen.json.write_text(json.dumps(written, indent=2) + "\n")
     return 0
+
+
+def write_results(path: Path, models: Sequence[str], layers: int, rows: Sequence[Row]) -> None:
+    """Called after every model, so that a run that is interrupted leaves the results for the models before."""
+    path.parent.mkdir(exist_ok=True)
+    written = {
+        "date": datetime.date.today().isoformat(),
+        "models": list(models),
+        "layers": layers,
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    write_whole(path, json.dumps(written, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ these versions.
 | ``_inductor.memory.reorder_for_peak_memory`` | on GPUs, other kernels: last bits differ |
 | ``_inductor.lowering._has_saved_lowp_output_use`` | on GPUs, the same for 16-bit values |
 | ``_inductor.config.assume_unaligned_fallback_output`` | the same |
+| ``_inductor.graph.GraphLowering.run_node``, ``fx.Node.users`` | saved tensors get other layouts: last bits differ |
 | ``codegen.cpp.TilingSelect``, ``SchedulerNode._compute_attrs``, ``GraphLowering`` | on CPUs, other last bits |
 | ``V.set_choices_handler``, ``scheduler.name_to_node``, ``name_to_buf`` | peaks above the planned ones |
 | ``codegen.wrapper.PythonWrapperCodegen.can_reuse`` | kernels overwrite what the engine holds, and reuse little else |

@@ -14,7 +14,7 @@ from torch._inductor import lowering as _lowering
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
-from torch._inductor.graph import SubgraphLowering
+from torch._inductor.graph import GraphLowering, SubgraphLowering
 from torch._inductor.output_code import OutputCode
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
@@ -26,6 +26,7 @@ from ssdtrain_fx._torch_private.inductor_order import (
     install_order,
     lower_at_the_end,
     order_of_graph,
+    views_that_were_saved,
 )
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "options_of_mode",
     "require_layout_of_outputs",
     "settings",
+    "views_that_were_saved",
 ]
 
 
@@ -56,6 +58,9 @@ SETTINGS_OF_MOVING_GRAPHS: dict[str, Any] = {
     "triton.reorder_for_reducing_graph_partitions": False,
 }
 """Settings for graphs with our ops."""
+
+_LAYOUTS = "ssdtrain_layouts"
+"""Keyword of the output of an FX graph; see ``require_layout_of_outputs``."""
 
 STEP_MEMORY_MODULE = "ssdtrain_fx.runtime.memory.step_memory"
 
@@ -99,7 +104,7 @@ def require_layout_of_outputs(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     but are not results.
     """
     output = graph.output_node()
-    output.kwargs = {"ssdtrain_layouts": tuple(nodes)}
+    output.kwargs = {_LAYOUTS: tuple(nodes)}
 
 
 def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any, saved: str) -> None:
@@ -142,7 +147,8 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any, sav
     _write_in_place_as_planned(frozenset((offload, release, reload, wait)))
     _donate_nothing_to_subgraphs()
     _run_in_step_memory()
-    _round_what_is_offloaded(offload, release, saved)
+    _lower_as_if_unread(frozenset((offload, release, reload, wait)))
+    _round_what_is_offloaded(saved)
     install_loops()
     install_order()
     install(offload)
@@ -175,7 +181,25 @@ def _write_in_place_as_planned(own_ops: frozenset[Any]) -> None:
     wrapper.can_reuse = can_reuse_as_planned
 
 
-def _round_what_is_offloaded(offload: Any, release: Any, saved: str) -> None:
+def _lower_as_if_unread(own_ops: frozenset[Any]) -> None:
+    """Let Inductor lower a node as if our ops did not read it: what it stores, and how, depends on the readers."""
+    lowering = cast(Any, GraphLowering)
+    run_node = lowering.run_node
+
+    def run_node_without_own_readers(self: Any, node: fx.Node) -> Any:
+        users = node.users
+        if node.target in own_ops or not any(user.target in own_ops for user in users):
+            return run_node(self, node)
+        node.users = {user: None for user in users if user.target not in own_ops}
+        try:
+            return run_node(self, node)
+        finally:
+            node.users = users
+
+    lowering.run_node = run_node_without_own_readers
+
+
+def _round_what_is_offloaded(saved: str) -> None:
     """Let Inductor round a saved 16-bit result before others read it, as it does if forward returns it."""
     lowering = cast(Any, _lowering)
     is_saved = getattr(lowering, "_has_saved_lowp_output_use", None)
@@ -185,9 +209,8 @@ def _round_what_is_offloaded(offload: Any, release: Any, saved: str) -> None:
     def is_saved_or_offloaded(node: fx.Node | None) -> bool:
         if node is None or is_saved(node):
             return node is not None
-        if saved not in node.meta or not any(user.target is offload for user in node.users):
-            return False
-        return any(user.op != "output" and user.target not in (offload, release) for user in node.users)
+        is_offloaded = any(node in cast(Any, user.kwargs.get(_LAYOUTS, ())) for user in node.users)
+        return saved in node.meta and is_offloaded and any(user.op != "output" for user in node.users)
 
     lowering._has_saved_lowp_output_use = is_saved_or_offloaded
 

@@ -32,6 +32,7 @@ __all__ = [
     "install_order",
     "lower_at_the_end",
     "order_of_graph",
+    "views_that_were_saved",
 ]
 
 _ORDER = "_ssdtrain_order"
@@ -40,37 +41,39 @@ _POSITION = "_ssdtrain_position"
 """Key in the metadata of nodes of an FX graph: the position that the plan gave them."""
 
 
-def lower_at_the_end(graph: fx.Graph, own_ops: frozenset[Any], viewed_after: str) -> list[fx.Node] | None:
-    """Move ``own_ops`` to the end of a graph whose ops are placed, and note their positions.
-
-    Returns views that make Inductor store what they read, inserted for nodes with the key ``viewed_after`` in their
-    metadata. None: the ops of this graph are not placed.
-
-    The ops realize what they read. Without them, Inductor realizes what forward returns when everything is lowered, and
-    computes it once more in kernels that read it earlier.
-    """
+def lower_at_the_end(graph: fx.Graph, own_ops: frozenset[Any]) -> None:
+    """Move ``own_ops`` to the end of a graph whose ops are placed, and note their positions."""
     if not _is_on_gpu(graph):
-        return None
+        return
     output = graph.output_node()
     for position, node in enumerate(graph.nodes):
         node.meta[_POSITION] = position
     for node in [node for node in graph.nodes if node.target in own_ops]:
         output.prepend(node)
-    return _realize_where_viewed(graph, viewed_after)
 
 
-def _realize_where_viewed(graph: fx.Graph, viewed_after: str) -> list[fx.Node]:
-    """Insert a view of each node with the key ``viewed_after``. Returns the views."""
+def views_that_were_saved(graph: fx.Graph, viewed_at: str) -> list[fx.Node]:
+    """One view of each node with the key ``viewed_at`` in its metadata. Inserts a view where it was, if it is erased.
+
+    If forward returns a view, Inductor stores what it views, with the layout of the view, when it lowers the view. It
+    would otherwise choose a layout for a result, and on a GPU realize it when everything is lowered, and compute it
+    once more in kernels that read it earlier.
+    """
     nodes = list(graph.nodes)
     position = {node.name: number for number, node in enumerate(nodes)}
     views: list[fx.Node] = []
     for node in nodes:
-        if viewed_after in node.meta:
-            names = (name for name in node.meta[viewed_after] if position.get(name, -1) > position[node.name])
-            with graph.inserting_after(nodes[position[next(names, node.name)]]):
-                view = graph.call_function(torch.ops.aten.unsqueeze.default, (node, 0))
-            view.meta["val"] = node.meta["val"].unsqueeze(0)
-            views.append(view)
+        if viewed_at not in node.meta:
+            continue
+        name, *before = node.meta[viewed_at]
+        if name in position:
+            views.append(nodes[position[name]])
+            continue
+        names = (name for name in before if position.get(name, -1) > position[node.name])
+        with graph.inserting_after(nodes[position[next(names, node.name)]]):
+            view = graph.call_function(torch.ops.aten.unsqueeze.default, (node, 0))
+        view.meta["val"] = node.meta["val"].unsqueeze(0)
+        views.append(view)
     return views
 
 

@@ -36,7 +36,7 @@ from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.chains import find_activation_inputs
 from ssdtrain_fx.passes.analysis.fused_kernels import STORED
 from ssdtrain_fx.passes.graph.copy_nodes import COPY_OF
-from ssdtrain_fx.passes.graph.joint_graph import SAVED, VIEWED_AFTER, join, split
+from ssdtrain_fx.passes.graph.joint_graph import SAVED, VIEWED_AT, join, split
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 from ssdtrain_fx.passes.planning.step_budget import StepBudget
@@ -224,12 +224,12 @@ class KeepLayouts(private.CustomGraphPass):
         for offload in find(graph, OFFLOAD):
             if SAVED in offload.meta and isinstance(offload.args[0], fx.Node):
                 offload.args[0].meta[SAVED] = True
-        views = private.lower_at_the_end(graph, frozenset((OFFLOAD, RELEASE)), VIEWED_AFTER)
+        private.lower_at_the_end(graph, frozenset((OFFLOAD, RELEASE)))
         if sources:
             made = [node for node in sources if isinstance(node, fx.Node) and node.op != "placeholder"]
-            if views is not None:  # forward would return views of the others
-                made = [node for node in made if SAVED in node.meta] + views
-            private.require_layout_of_outputs(graph, made)
+            returned = [node for node in made if SAVED in node.meta]
+            views_of_others = private.views_that_were_saved(graph, VIEWED_AT)
+            private.require_layout_of_outputs(graph, returned + views_of_others)
 
     def uuid(self) -> str:
         inner = [inner.uuid() for inner in private.as_passes(self.inner)]

@@ -381,12 +381,58 @@ def test_bits_in_mixed_precision() -> None:
 
 
 @pytest.mark.slow
-def test_bits_of_a_state_space_model() -> None:
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+def test_bits_of_a_state_space_model(autocast: bool) -> None:
     """From two layers on, offloading changes what is fused with an ``exp`` of Mamba-2, and how sums are computed."""
     torch.manual_seed(0)
     model, make_batch = zoo.build("mamba", layers=2, hidden=64, sequence=128, vocab=64, batch=2)
+    if autocast:
+        model = Autocast(model)
     batches = [make_batch(torch.Generator().manual_seed(0))]
     assert_same_bits(train(model, batches, backend(config())), train(model, batches, "inductor"))
+
+
+class SavedAsAView(torch.nn.Module):
+    """Saves a view with three dimensions of a tensor with four, which Inductor lays out as convolutions like it."""
+
+    def __init__(self, *, is_read_as_view: bool) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Conv1d(8, 8, 1), torch.nn.Conv1d(8, 8, 1)
+        self.scale = torch.nn.Parameter(torch.ones(16))
+        self.is_read_as_view = is_read_as_view
+
+    def forward(self, x: Tensor) -> Tensor:
+        four = self.first(x).view(2, 8, 4, 4) + self.second(x).view(2, 8, 4, 4)
+        three = four.view(2, 8, 16)
+        return (three * self.scale).sum() if self.is_read_as_view else (four * self.scale.view(4, 4)).sum()
+
+
+@pytest.mark.parametrize("is_read_as_view", [True, False])
+def test_what_is_saved_as_a_view_has_the_layout_of_the_view(
+    is_read_as_view: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batches = SavedAsAView(is_read_as_view=is_read_as_view), [(torch.randn(2, 8, 16),)]
+    of_plain: list[tuple[int, ...]] = []
+
+    def pack(x: Tensor) -> Tensor:
+        if x.shape == ((2, 8, 16) if is_read_as_view else (2, 8, 4, 4)) and x is not batches[0][0]:
+            of_plain.append(x.stride())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        train(model, batches, "inductor")
+    of_offloaded: dict[str, tuple[int, ...]] = {}
+    find = private.offload_strides_in
+
+    def note(*args: Any) -> dict[str, tuple[int, ...]]:
+        of_offloaded.update(find(*args))
+        return of_offloaded
+
+    monkeypatch.setattr(private, "offload_strides_in", note)
+    train(model, batches, backend(config()))
+    (stride,) = of_offloaded.values()
+    offloaded = torch.empty_strided((2, 8, 4, 4), stride)
+    assert of_plain == [(offloaded.view(2, 8, 16) if is_read_as_view else offloaded).stride()]
 
 
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["float32", "bfloat16"])

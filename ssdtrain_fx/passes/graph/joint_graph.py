@@ -27,9 +27,9 @@ from ssdtrain_fx.errors import InternalError
 
 SAVED = "ssdtrain_saved"
 """Key in the metadata of nodes that the partitioner saves for backward, and of the offloads of such nodes."""
-VIEWED_AFTER = "ssdtrain_viewed_after"
-"""Key in the metadata of an offloaded node of which the partitioner saves only views: the names of the nodes before the
-first of them, last first."""
+VIEWED_AT = "ssdtrain_viewed_at"
+"""Key in the metadata of an offloaded node of which the partitioner saves only views: the name of the first view, then
+those of the nodes before it, last first."""
 
 
 def backward_starts() -> None:

@@ -36,7 +36,7 @@ from ssdtrain_fx._torch_private import FakeTensor, FakeTensorMode, OpOverload
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.analysis.candidates import Candidate, view_path
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets
-from ssdtrain_fx.passes.graph.joint_graph import SAVED, VIEWED_AFTER, ScheduledJointGraph
+from ssdtrain_fx.passes.graph.joint_graph import SAVED, VIEWED_AT, ScheduledJointGraph
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT
 from ssdtrain_fx.passes.planning.plan import Offload, Plan
 from ssdtrain_fx.passes.planning.transfer_problem import Step
@@ -86,7 +86,6 @@ def insert_offloads(
     sources = {
         candidate.representative.name: candidate for candidate in candidates if candidate.representative is not None
     }
-    _note_saved_views(joint, candidates)
     decisions: dict[str, Offload] = {}
     for storage in plan.storages:
         if isinstance(storage.decision, Offload):
@@ -94,6 +93,7 @@ def insert_offloads(
                 moved = storage.decision.representative
                 raise InternalError(f"the plan is for another graph: it offloads {moved!r} for {storage.name!r}.")
             decisions[storage.name] = storage.decision
+    _note_saved_views(joint, [sources[name] for name in decisions])
     positions = joint.positions()
     nodes = list(joint.graph.nodes)
     steps: list[tuple[int, Step, _Chain]] = []
@@ -142,7 +142,7 @@ def insert_offloads(
 def _note_saved_views(joint: ScheduledJointGraph, candidates: Sequence[Candidate]) -> None:
     """Note where forward would return the first view of a storage that is itself not saved. The views may be erased.
 
-    Inductor computes a result once more in each kernel that reads it, up to the view that makes it store it.
+    A view that is returned tells Inductor when to store what it views, and with which layout.
     """
     base_of: dict[fx.Node, fx.Node] = {}
     for candidate in candidates:
@@ -152,7 +152,7 @@ def _note_saved_views(joint: ScheduledJointGraph, candidates: Sequence[Candidate
     names: list[str] = []
     for node in itertools.takewhile(lambda node: node is not joint.marker, joint.graph.nodes):
         if node in base_of:
-            base_of[node].meta.setdefault(VIEWED_AFTER, tuple(reversed(names[-NUM_NAMES:])))
+            base_of[node].meta.setdefault(VIEWED_AT, (node.name, *reversed(names[-NUM_NAMES:])))
         names.append(node.name)
 
 

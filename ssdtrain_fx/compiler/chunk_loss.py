@@ -2,7 +2,7 @@
 
 number    torch's auto-chunker cuts the loss head while Inductor's passes run on the joint graph, then all is planned
 "auto"    the step is planned as it is. Then the passes run again, with the auto-chunker, on the graph as it was
-          before them, and that step is planned too. The better of the two is compiled
+          before them, and that step is planned too, in the same time. The better of the two is compiled
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -39,9 +40,12 @@ MIN_ROWS = 128
 MAX_CHUNKS = 64
 """``auto`` makes no more chunks, because the code has a call for each of them. A guess."""
 
+ROUNDING = 1e-9
+"""Times are equal to this share."""
+
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 Partition = Callable[..., Halves]
-MakePlan = Callable[[Halves], OffloadedStep]
+MakePlan = Callable[[Halves, OffloadConfig], OffloadedStep]
 
 
 def count_chunks(head: LossHead) -> int:
@@ -109,22 +113,37 @@ class LossChunking:
         """
         halves = partition(gm, joint_inputs, **kwargs)
         if self._config.chunk_loss != "auto" or not self.is_on:
-            step = _with_chunks(make_plan(halves), self._chunker.num_chunks)
+            step = _with_chunks(make_plan(halves, self._config), self._chunker.num_chunks)
             self._say_why_not(self._impossible or self._chunker.refusal, has_loss=_has_loss(halves, **kwargs))
             return step
-        plain = _try(make_plan, halves)
+        plain = _try(make_plan, halves, self._config)
         with private.settings(**self._chunker.settings()), chunking(self._chunker):
             cut = partition_from_raw(gm, joint_inputs, partition=partition, **kwargs)
         if cut is None or not self._chunker.num_chunks:
             log.info("the loss is not computed in chunks: %s", self._chunker.refusal or "the graph calls other graphs")
             return _result(plain)
-        chunked = _try(make_plan, cut)
+        chunked = self._plan_in_time(make_plan, cut, plain, budget)
         if not self._is_better(chunked, plain, budget):
             log.info("the loss is not computed in chunks: %s", _compare(chunked, plain))
             return _result(plain)
         step = _with_chunks(_result(chunked), self._chunker.num_chunks)
         log.info("the loss is computed in %d chunks: %s", step.plan.loss_chunks, _compare(chunked, plain))
         return step
+
+    def _plan_in_time(self, make_plan: MakePlan, cut: Halves, plain: _Attempt, budget: StepBudget | None) -> _Attempt:
+        """Plan the step with chunks. Chunks take time, and transfers may take what is left of ``max_slowdown``."""
+        chunked = _try(make_plan, cut, self._config)
+        limit_s = self._limit_s(plain, budget)
+        if isinstance(chunked, BudgetError) or not chunked.plan.step_s <= limit_s < _seconds(chunked):
+            return chunked
+        left = limit_s / chunked.plan.step_s - 1
+        return _try(make_plan, cut, dataclasses.replace(self._config, max_slowdown=left))
+
+    def _limit_s(self, plain: _Attempt, budget: StepBudget | None) -> float:
+        """How long a step may take with chunks; without a limit, infinity."""
+        if isinstance(plain, BudgetError) or budget is not None or self._config.policy == "all":
+            return math.inf
+        return plain.plan.step_s * (1 + self._config.max_slowdown)
 
     def _is_better(self, chunked: _Attempt, plain: _Attempt, budget: StepBudget | None) -> bool:
         """Whether the step with chunks is better than the one without.
@@ -142,11 +161,8 @@ class LossChunking:
                 return fits
             if fits:
                 return _seconds(chunked) < _seconds(plain)
-        if chunked.plan.peak_after_bytes >= plain.plan.peak_after_bytes:
-            return False
-        if budget is not None or self._config.policy == "all":
-            return True
-        return _seconds(chunked) <= plain.plan.step_s * (1 + self._config.max_slowdown)
+        is_in_time = _seconds(chunked) <= self._limit_s(plain, budget) * (1 + ROUNDING)
+        return is_in_time and chunked.plan.peak_after_bytes < plain.plan.peak_after_bytes
 
     def _say_why_not(self, reason: str, *, has_loss: bool) -> None:
         if self._config.chunk_loss == "off" or not reason:
@@ -167,9 +183,9 @@ class LossChunking:
 _Attempt = OffloadedStep | BudgetError
 
 
-def _try(make_plan: MakePlan, halves: Halves) -> _Attempt:
+def _try(make_plan: MakePlan, halves: Halves, config: OffloadConfig) -> _Attempt:
     try:
-        return make_plan(halves)
+        return make_plan(halves, config)
     except BudgetError as error:
         return error
 

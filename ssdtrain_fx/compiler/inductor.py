@@ -128,12 +128,12 @@ class OffloadPartitioner(private.CustomPartitionerFn):
 
         plain: dict[fx.GraphModule, tuple[fx.GraphModule, fx.GraphModule]] = {}
 
-        def make_plan(halves: tuple[fx.GraphModule, fx.GraphModule]) -> OffloadedStep:
+        def make_plan(halves: tuple[fx.GraphModule, fx.GraphModule], config: OffloadConfig) -> OffloadedStep:
             PlainStep.mark(*halves)
             step = offload_saved_tensors(
                 *halves,
                 num_forward_outputs=kwargs["num_fwd_outputs"],
-                config=self.config,
+                config=config,
                 hardware=self.hardware,
                 budget=budget,
                 times=self.config.load_call_times(self.device),

@@ -214,6 +214,22 @@ def test_auto_takes_chunks_where_the_peak_falls_in_time() -> None:
 
 
 @needs_chunker
+def test_with_chunks_less_is_moved_in_the_same_time() -> None:
+    """With all of ``max_slowdown`` for its transfers, the step with chunks would take longer than is allowed."""
+    model, hardware = Tower(), machine(1e9)
+    step_s = plan_of(model, hardware=hardware).step_s
+    for_chunks = plan_of(model, chunk_loss=4, hardware=hardware).step_s / step_s - 1
+    options: dict[str, Any] = {"hardware": hardware, "max_slowdown": 4 * for_chunks, "min_tensor_bytes": 0}
+    limit_s = step_s * (1 + options["max_slowdown"])
+    whole = plan_of(model, chunk_loss=4, **options)
+    assert whole.step_s < limit_s < whole.step_s + whole.exposed_s
+    chosen = plan_of(model, chunk_loss="auto", **options)
+    assert chosen.loss_chunks == 4
+    assert chosen.exposed_s > 0
+    assert chosen.step_s + chosen.exposed_s <= limit_s
+
+
+@needs_chunker
 def test_auto_gives_the_numbers_of_as_many_chunks() -> None:
     torch.manual_seed(0)
     model = Tower()

@@ -25,6 +25,7 @@ from torch._inductor.codegen import cpp
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
+from torch._inductor.utils import convert_shape_to_symint
 from torch._inductor.virtualized import V
 
 __all__ = ["LAYOUT_OF_RESULTS", "PLAIN_NODE", "LoopChoices", "choosing_loops", "install_loops"]
@@ -286,7 +287,8 @@ def _end_after_scheduling() -> None:
         self.init_wrapper_code()
         _schedule(self, V.choices.ssdtrain_loops)
         outputs = self.graph_outputs or ()
-        raise _Scheduled([tuple(out.get_stride()) if out.has_tensor_output() else None for out in outputs])
+        strides = [out.get_stride() if out.has_tensor_output() else None for out in outputs]
+        raise _Scheduled([None if stride is None else tuple(convert_shape_to_symint(stride)) for stride in strides])
 
     lowering.compile_to_module = compile_unless_recording
 

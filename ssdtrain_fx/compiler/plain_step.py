@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -46,13 +46,15 @@ class PlainStep:
             results = gm.graph.output_node().meta
             if LAYOUT_OF_RESULTS in results:
                 plain.graph.output_node().meta[LAYOUT_OF_RESULTS] = results[LAYOUT_OF_RESULTS]
-            outputs: Any = plain.graph.output_node().args[0]
-            inputs = self._inputs_of_backward(plain) if half == "backward" else example_inputs
-            strides = self._loops.record(plain, inputs, **kwargs)
-            saved = zip(outputs, strides, strict=False)  # no strides of a graph without kernels
-            self._stride_by_saved = {
-                node.name: stride for node, stride in saved if node is not None and stride is not None
-            }
+            try:
+                self._record(half, plain, example_inputs, **kwargs)
+            except Exception:  # the step can be compiled without
+                log.warning(
+                    "the last bits of gradients may differ from plain Inductor's, because its %s graph could not be "
+                    "scheduled. This is a bug; training goes on.",
+                    half,
+                    exc_info=True,
+                )
         with choosing_loops(self._loops):
             yield
         if self._loops.missed:
@@ -63,13 +65,29 @@ class PlainStep:
             )
             self._loops.missed.clear()
 
+    def _record(self, half: str, plain: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> None:
+        outputs: Any = plain.graph.output_node().args[0]
+        inputs = self._inputs_of_backward(plain) if half == "backward" else example_inputs
+        strides = self._loops.record(plain, inputs, **kwargs)
+        saved = zip(outputs, strides, strict=False)  # no strides of a graph without kernels
+        self._stride_by_saved = {node.name: stride for node, stride in saved if node is not None and stride is not None}
+
     def _inputs_of_backward(self, backward: fx.GraphModule) -> list[Any]:
         """What backward gets, with the strides that forward really gives to what it saves."""
         inputs: list[Any] = []
         for node in backward.graph.find_nodes(op="placeholder"):
             value = node.meta["val"]
             stride = self._stride_by_saved.get(node.name)
-            if stride is not None and isinstance(value, torch.Tensor) and tuple(value.stride()) != stride:
+            if stride is not None and isinstance(value, torch.Tensor) and _differ(value.stride(), stride):
                 value = value.as_strided(value.size(), stride)
             inputs.append(value)
         return inputs
+
+
+def _differ(one: Sequence[int | torch.SymInt], other: Sequence[int | torch.SymInt]) -> bool:
+    """Compares expressions of symbols, because comparing the symbols themselves would add a guard."""
+    return [_expression(number) for number in one] != [_expression(number) for number in other]
+
+
+def _expression(number: int | torch.SymInt) -> object:
+    return number if isinstance(number, int) else cast(object, number.node.expr)

@@ -392,6 +392,40 @@ def test_bits_of_a_state_space_model(autocast: bool) -> None:
     assert_same_bits(train(model, batches, backend(config())), train(model, batches, "inductor"))
 
 
+class TwoConvolutions(torch.nn.Module):
+    """What is saved between the convolutions has other strides than in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(3, 6, 3), torch.nn.Conv2d(6, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).sigmoid()).exp().mean()
+
+
+def test_strides_of_saved_tensors_may_be_symbols() -> None:
+    torch.manual_seed(0)
+    model, batches = TwoConvolutions(), [(torch.randn(2, 3, size, size),) for size in (12, 16, 14)]
+    of_plain = train(model, batches, "inductor", dynamic=True)
+    assert_same_bits(train(model, batches, backend(config()), dynamic=True), of_plain)
+
+
+def test_a_step_that_cannot_be_recorded_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no loops")
+
+    model, batches = TwoConvolutions(), [(torch.randn(2, 3, 8, 8),)]
+    of_plain = train(model, batches, "inductor")
+    monkeypatch.setattr(LoopChoices, "record", fail)
+    (found,) = train(model, batches, backend(config()))
+    warnings = [record for record in caplog.records if record.name == plain_step.__name__]
+    assert [record.args for record in warnings] == [("forward",), ("backward",)]
+    assert "no loops" in caplog.text
+    torch.testing.assert_close(found.gradients, of_plain[0].gradients)
+
+
 class SavedAsAView(torch.nn.Module):
     """Saves a view with three dimensions of a tensor with four, which Inductor lays out as convolutions like it."""
 

@@ -259,7 +259,7 @@ def offload_strides_in(code: OutputCode, offload: OpOverload) -> dict[str, tuple
     """The strides that each ``offload(x, stride, site)`` was compiled with, by site; read from generated Python.
 
     Code from a cache was not lowered in this process, so only the code itself holds the strides. Symbolic strides are
-    left out: Inductor does not change layouts under dynamic shapes.
+    left out, so the strides in the graph are used: other ones, if Inductor has changed the layout for convolutions.
     """
     source = cast(str, getattr(code, "source_code", ""))
     strides: dict[str, tuple[int, ...]] = {}

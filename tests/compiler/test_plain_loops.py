@@ -427,16 +427,20 @@ def test_a_step_that_cannot_be_recorded_is_compiled(
 
 
 class SavedAsAView(torch.nn.Module):
-    """Saves a view with three dimensions of a tensor with four, which Inductor lays out as convolutions like it."""
+    """Saves a view with three dimensions of a tensor with four, which Inductor lays out as convolutions like it.
+
+    The tensor is a sum of so many others that Inductor stores it at once if it has two readers.
+    """
 
     def __init__(self, *, is_read_as_view: bool) -> None:
         super().__init__()
-        self.first, self.second = torch.nn.Conv1d(8, 8, 1), torch.nn.Conv1d(8, 8, 1)
+        self.convolutions = torch.nn.ModuleList(torch.nn.Conv1d(8, 8, 1) for _ in range(6))
         self.scale = torch.nn.Parameter(torch.ones(16))
         self.is_read_as_view = is_read_as_view
 
     def forward(self, x: Tensor) -> Tensor:
-        four = self.first(x).view(2, 8, 4, 4) + self.second(x).view(2, 8, 4, 4)
+        four = sum(convolution(x).view(2, 8, 4, 4) for convolution in self.convolutions)
+        assert isinstance(four, Tensor)
         three = four.view(2, 8, 16)
         return (three * self.scale).sum() if self.is_read_as_view else (four * self.scale.view(4, 4)).sum()
 

@@ -81,6 +81,7 @@ __all__ = [
     "overwrites_saved_tensors",
     "reinterpret",
     "saved_descriptors",
+    "size_expression",
     "size_hint",
     "storage_key",
     "tree_leaves",
@@ -130,6 +131,11 @@ def size_hint(size: int | torch.SymInt) -> int:
     if hint is None:
         raise ValueError(f"size {size} depends on data and has no hint")
     return int(hint)
+
+
+def size_expression(size: int | torch.SymInt) -> object:
+    """``size`` as a number or as an expression of symbols, which is equal for equal sizes. Comparing adds no guard."""
+    return size if isinstance(size, int) else cast(Any, size).node.expr
 
 
 def saved_descriptors(nodes: Sequence[fx.Node]) -> list[object]:

@@ -144,10 +144,11 @@ def install_lowerings(*, offload: Any, release: Any, reload: Any, wait: Any, sav
 
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
-    _write_in_place_as_planned(frozenset((offload, release, reload, wait)))
+    own_ops = frozenset((offload, release, reload, wait))
+    _write_in_place_as_planned(own_ops)
     _donate_nothing_to_subgraphs()
     _run_in_step_memory()
-    _lower_as_if_unread(frozenset((offload, release, reload, wait)))
+    _lower_as_if_unread(own_ops)
     _round_what_is_offloaded(saved)
     install_loops()
     install_order()

@@ -9,11 +9,12 @@ import hashlib
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
 
+from ssdtrain_fx._torch_private import size_expression
 from ssdtrain_fx._torch_private.inductor_loops import LAYOUT_OF_RESULTS, PLAIN_NODE, LoopChoices, choosing_loops
 
 log = logging.getLogger(__name__)
@@ -85,9 +86,4 @@ class PlainStep:
 
 
 def _differ(one: Sequence[int | torch.SymInt], other: Sequence[int | torch.SymInt]) -> bool:
-    """Compares expressions of symbols, because comparing the symbols themselves would add a guard."""
-    return [_expression(number) for number in one] != [_expression(number) for number in other]
-
-
-def _expression(number: int | torch.SymInt) -> object:
-    return number if isinstance(number, int) else cast(object, number.node.expr)
+    return [size_expression(number) for number in one] != [size_expression(number) for number in other]

@@ -26,13 +26,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import Argument, map_arg
 
-from ssdtrain_fx._torch_private import FakeTensor, FakeTensorMode, OpOverload
+from ssdtrain_fx._torch_private import FakeTensor, FakeTensorMode, OpOverload, size_expression
 from ssdtrain_fx.errors import InternalError
 from ssdtrain_fx.passes.analysis.candidates import Candidate, view_path
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets
@@ -112,7 +111,7 @@ def insert_offloads(
             (decision.wait, Step.WAIT, chain),
         ]
     symbols = {
-        _expression(node.meta["val"]): node
+        size_expression(node.meta["val"]): node
         for node in joint.graph.find_nodes(op="placeholder")
         if isinstance(node.meta.get("val"), torch.SymInt)
     }
@@ -169,7 +168,7 @@ def _insert_offload(
             if isinstance(number, int):
                 arguments.append(number)
                 continue
-            symbol = symbols.get(_expression(number))
+            symbol = symbols.get(size_expression(number))
             if symbol is None:
                 symbol = graph.call_function(read, (source, dim))
                 symbol.meta["val"] = number
@@ -194,11 +193,6 @@ def _insert_offload(
     _annotate(chain.token, source, _fake_token(value))
     if SAVED in source.meta:  # Inductor may replace the source by a node without its metadata
         chain.token.meta[SAVED] = True
-
-
-def _expression(symbol: Any) -> object:
-    """The expression of a symbol. Symbols of the same size have equal expressions."""
-    return symbol.node.expr
 
 
 def _insert_release(graph: fx.Graph, chain: _Chain, *, deferred: bool, exclusive: bool) -> None:

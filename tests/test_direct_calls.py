@@ -67,11 +67,17 @@ def test_parts_of_a_call_come_as_a_tuple_or_as_an_object(monkeypatch: pytest.Mon
     assert all(" = ssdtrain_" in code for code in codes)
 
 
-def test_strides_are_read_from_both_kinds_of_code() -> None:
-    for name in ("ssdtrain_offload", "torch.ops.ssdtrain.offload.default"):
-        code = private.WrappedCode(lambda inputs: inputs)
-        code.source_code = f"buf1 = {name}(buf0, [4, 1], 'name=mm;out_s=0.1|')\nbuf2 = other(buf0, [1, 4], 'mm')"
-        assert private.offload_strides_in(code, OFFLOAD) == {"name=mm;out_s=0.1|": (4, 1)}
+@pytest.mark.parametrize("name", ["ssdtrain_offload", "torch.ops.ssdtrain.offload.default"])
+def test_strides_are_read_from_both_kinds_of_code(name: str) -> None:
+    code = private.WrappedCode(lambda inputs: inputs)
+    code.source_code = f"""
+buf1 = {name}(buf0, [4, 1], 'name=mm;out_s=0.1|')
+buf2 = {name}(buf0, [max(1, s7)*(s8 // 2), 1], 'name=dynamic|')
+buf3 = {name}(buf0, [u0, 1], 'name=unknown|')
+buf4 = other(buf0, [1, 4], 'mm')
+"""
+    strides = private.offload_strides_in(code, OFFLOAD, {"s7": 3, "s8": 8})
+    assert strides == {"name=mm;out_s=0.1|": (4, 1), "name=dynamic|": (12, 1)}
 
 
 def test_what_others_read_is_a_tensor(engine: str) -> None:

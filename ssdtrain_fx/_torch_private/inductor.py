@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -256,11 +256,11 @@ def _run_in_step_memory() -> None:
     wrapper.generate_end = generate_end_and_wrap
 
 
-def offload_strides_in(code: OutputCode, offload: OpOverload) -> dict[str, tuple[int, ...]]:
+def offload_strides_in(code: OutputCode, offload: OpOverload, hints: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """The strides that each ``offload(x, stride, site)`` was compiled with, by site; read from generated Python.
 
-    Code from a cache was not lowered in this process, so only the code itself holds the strides. Symbolic strides are
-    left out, so the strides in the graph are used: other ones, if Inductor has changed the layout for convolutions.
+    Code from a cache was not lowered in this process, so only the code itself holds the strides. ``hints`` are the
+    values of symbols. Strides with other symbols are left out.
     """
     source = cast(str, getattr(code, "source_code", ""))
     strides: dict[str, tuple[int, ...]] = {}
@@ -269,11 +269,11 @@ def offload_strides_in(code: OutputCode, offload: OpOverload) -> dict[str, tuple
         return strides
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in calls:
+            _, stride, site = node.args[:3]
             try:
-                stride, site = ast.literal_eval(node.args[1]), ast.literal_eval(node.args[2])
-            except ValueError:
+                strides[ast.literal_eval(site)] = tuple(eval(ast.unparse(stride), dict(hints)))
+            except NameError:
                 continue
-            strides[site] = tuple(stride)
     return strides
 
 

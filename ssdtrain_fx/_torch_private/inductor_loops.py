@@ -15,18 +15,21 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast
 
 from torch import fx
+from torch._inductor import compile_fx as inductor_compile
 from torch._inductor import config, cpu_vec_isa, ir
 from torch._inductor.codegen import cpp
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
-from torch._inductor.utils import convert_shape_to_symint
+from torch._inductor.utils import convert_shape_to_symint, shape_env_from_inputs
 from torch._inductor.virtualized import V
+
+from ssdtrain_fx._torch_private.guards import forgetting_guards
 
 __all__ = ["LAYOUT_OF_RESULTS", "PLAIN_NODE", "LoopChoices", "choosing_loops", "install_loops"]
 
@@ -103,8 +106,14 @@ Key = tuple[str, str, str, int]
 class LoopChoices:
     """What Inductor chose for the nodes of one step, by the name of a node in the graphs of plain Inductor."""
 
-    def __init__(self) -> None:
+    def __init__(self, when_needed: Callable[[], None] = lambda: None) -> None:
+        """``when_needed`` records what is missing. It is called before Inductor lowers a graph to get these choices."""
+        self.when_needed = when_needed
+        self.plain_heuristics: Any = None
+        """What Inductor compiles a graph with that is not rewritten. None: the current heuristics."""
         self._recorded: dict[Key, _Recorded] = {}
+        self._guards: list[tuple[Any, Any]] = []
+        """New guards of recorded graphs, each with the ``ShapeEnv`` that it belongs to."""
         self.missed: set[str] = set()
         """Nodes that could not be computed as recorded."""
 
@@ -114,13 +123,28 @@ class LoopChoices:
         Returns:
             The strides of each output; None for what is not a tensor.
         """
-        recorder = _Recorder(V.choices, self)
+        recorder = _Recorder(V.choices if self.plain_heuristics is None else self.plain_heuristics, self)
+        shape_env, guards = shape_env_from_inputs(example_inputs), list[Any]()
         try:
-            with _without_caches(), V.set_choices_handler(cast(Any, recorder)):
+            with (
+                _without_caches(),
+                forgetting_guards(shape_env, guards),
+                V.set_choices_handler(cast(Any, recorder)),
+            ):
                 compile_fx_inner(gm, example_inputs, **kwargs)
         except _Scheduled as scheduled:
+            self._guards += [(shape_env, guard) for guard in guards]
             return scheduled.strides
         return []  # Inductor does not lower a graph without kernels
+
+    def add_guards(self) -> None:
+        """Compile the step again for the sizes for which plain Inductor would compile it again.
+
+        Backward gets some strides as numbers, and plain Inductor then needs these guards to notice other ones.
+        """
+        for shape_env, guard in self._guards:
+            shape_env.evaluate_expr(guard)
+        self._guards.clear()
 
     def note(self, graph: Any) -> None:
         """Record the choices for a graph of plain Inductor that has been scheduled."""
@@ -224,16 +248,35 @@ class _Chooser(_Heuristics):
 
 @contextmanager
 def choosing_loops(choices: LoopChoices) -> Generator[None]:
-    """Compile graphs with these choices."""
+    """Compile graphs with these choices. Heuristics for rewritten graphs alone are set within this block."""
+    choices.plain_heuristics = V.choices
     with V.set_choices_handler(cast(Any, _Chooser(V.choices, choices))):
         yield
 
 
 def install_loops() -> None:
     """Let Inductor ask ``LoopChoices`` while it compiles within :func:`choosing_loops`."""
+    _record_what_is_lowered()
     _choose_tiling()
     _build_loops()
     _end_after_scheduling()
+
+
+def _record_what_is_lowered() -> None:
+    """Record before a graph is lowered. Inductor has looked it up in its cache by then."""
+    module = cast(Any, inductor_compile)
+    generate = module.fx_codegen_and_compile
+
+    def record_and_generate(*args: Any, **keywords: Any) -> Any:
+        loops = _active()
+        if loops is None:
+            return generate(*args, **keywords)
+        loops.when_needed()
+        code = generate(*args, **keywords)
+        loops.add_guards()  # before Inductor stores the code and its guards
+        return code
+
+    module.fx_codegen_and_compile = record_and_generate
 
 
 def _choose_tiling() -> None:

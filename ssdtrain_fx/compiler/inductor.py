@@ -19,8 +19,9 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 
@@ -38,6 +39,8 @@ from ssdtrain_fx.passes.analysis.fused_kernels import STORED
 from ssdtrain_fx.passes.graph.copy_nodes import COPY_OF
 from ssdtrain_fx.passes.graph.joint_graph import SAVED, VIEWED_AT, join, split
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, OPS, RELEASE, RELOAD, WAIT, find
+from ssdtrain_fx.passes.graph.stride_nodes import strides_like
+from ssdtrain_fx.passes.graph.tensor_sizes import hint
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
 from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.runtime.memory.step_memory import keep_memory_for
@@ -245,14 +248,18 @@ class _CompileBothHalves:
         self.plain: PlainStep | None = None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> private.OutputCode:
-        # Both names are read before compiling, because Inductor rewrites the graph.
+        # What is read here is read before compiling, because Inductor rewrites the graph.
         site_by_token = {release.name: _site_argument(release) for release in find(gm.graph, RELEASE)}
         for reload in find(gm.graph, RELOAD):
             token = reload.args[0]
             assert isinstance(token, fx.Node)
             if token.name in self.stride_by_token:
+                size, stride = cast(Any, reload.args[1:3])
+                with gm.graph.inserting_before(reload):
+                    stride = strides_like(gm.graph, size, stride, self.stride_by_token[token.name])
                 for node in (reload, *reload.users):
-                    node.update_arg(2, list(self.stride_by_token[token.name]))
+                    node.update_arg(2, stride)
+        hints = _hints_of_symbols(gm.graph)
         with contextlib.ExitStack() as stack:
             if self.plain is not None:
                 stack.enter_context(self.plain.computing_alike(gm, example_inputs, **kwargs))
@@ -262,7 +269,7 @@ class _CompileBothHalves:
                 stack.enter_context(fusing_as_planned(frozenset(OPS), STORED, planned_peak_bytes))
             code = private.compile_fx_inner(gm, example_inputs, **kwargs)
         if site_by_token:
-            strides = private.offload_strides_in(code, OFFLOAD)
+            strides = private.offload_strides_in(code, OFFLOAD, hints)
             for token_name, site in site_by_token.items():
                 if site in strides:
                     self.stride_by_token[token_name] = strides[site]
@@ -275,6 +282,13 @@ class _CompileBothHalves:
 def _is_rewritten(graph: fx.Graph) -> bool:
     """Whether a half of a step moves tensors or computes some again."""
     return any(node.target in OPS or COPY_OF in node.meta for node in graph.nodes)
+
+
+def _hints_of_symbols(graph: fx.Graph) -> dict[str, int]:
+    """The hints of the symbols that a half of a step gets, by their names in generated code."""
+    values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    hints = {str(_torch_private.size_expression(x)): hint(x) for x in values if isinstance(x, torch.SymInt)}
+    return {name: number for name, number in hints.items() if number}
 
 
 def _site_argument(release: fx.Node) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -20,12 +20,25 @@ from ssdtrain_fx._torch_private.inductor_loops import LAYOUT_OF_RESULTS, PLAIN_N
 log = logging.getLogger(__name__)
 
 
+class _Half(NamedTuple):
+    """One half of a step, and the arguments of ``compile_fx_inner`` that the rewritten half is compiled with."""
+
+    name: str
+    plain: fx.GraphModule
+    example_inputs: Sequence[Any]
+    keywords: Mapping[str, Any]
+
+
 class PlainStep:
-    """Both halves of a step as Inductor's partitioner returns them. Inductor rewrites them when they are lowered."""
+    """Both halves of a step as Inductor's partitioner returns them. Inductor rewrites them when they are lowered.
+
+    They are lowered when Inductor generates code for a rewritten half, not if its code comes from a cache.
+    """
 
     def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         self._halves = {"forward": forward, "backward": backward}
-        self._loops = LoopChoices()
+        self._unrecorded: list[_Half] = []
+        self._loops = LoopChoices(self._record)
         self._stride_by_saved: dict[str, tuple[Any, ...]] = {}
         text = "\n".join(half.print_readable(print_output=False, include_stride=True) for half in (forward, backward))
         self.digest = hashlib.sha256(text.encode()).hexdigest()
@@ -47,15 +60,7 @@ class PlainStep:
             results = gm.graph.output_node().meta
             if LAYOUT_OF_RESULTS in results:
                 plain.graph.output_node().meta[LAYOUT_OF_RESULTS] = results[LAYOUT_OF_RESULTS]
-            try:
-                self._record(half, plain, example_inputs, **kwargs)
-            except Exception:  # the step can be compiled without
-                log.warning(
-                    "the last bits of gradients may differ from plain Inductor's, because its %s graph could not be "
-                    "scheduled. This is a bug; training goes on.",
-                    half,
-                    exc_info=True,
-                )
+            self._unrecorded.append(_Half(half, plain, example_inputs, kwargs))
         with choosing_loops(self._loops):
             yield
         if self._loops.missed:
@@ -65,13 +70,29 @@ class PlainStep:
                 ", ".join(sorted(self._loops.missed)),
             )
             self._loops.missed.clear()
+        if half == "backward":
+            self._unrecorded.clear()
 
-    def _record(self, half: str, plain: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> None:
-        outputs: Any = plain.graph.output_node().args[0]
-        inputs = self._inputs_of_backward(plain) if half == "backward" else example_inputs
-        strides = self._loops.record(plain, inputs, **kwargs)
-        saved = zip(outputs, strides, strict=False)  # no strides of a graph without kernels
-        self._stride_by_saved = {node.name: stride for node, stride in saved if node is not None and stride is not None}
+    def _record(self) -> None:
+        """Record both halves up to the one that is being compiled: backward may compute nodes of forward again."""
+        while self._unrecorded:
+            half = self._unrecorded.pop(0)
+            outputs: Any = half.plain.graph.output_node().args[0]
+            inputs = self._inputs_of_backward(half.plain) if half.name == "backward" else half.example_inputs
+            try:
+                strides = self._loops.record(half.plain, inputs, **half.keywords)
+            except Exception:  # the step can be compiled without
+                log.warning(
+                    "the last bits of gradients may differ from plain Inductor's, because its %s graph could not be "
+                    "scheduled. This is a bug; training goes on.",
+                    half.name,
+                    exc_info=True,
+                )
+                continue
+            saved = zip(outputs, strides, strict=False)  # no strides of a graph without kernels
+            self._stride_by_saved = {
+                node.name: stride for node, stride in saved if node is not None and stride is not None
+            }
 
     def _inputs_of_backward(self, backward: fx.GraphModule) -> list[Any]:
         """What backward gets, with the strides that forward really gives to what it saves."""

@@ -15,18 +15,24 @@ from typing import Any, cast
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+import torch.nn.functional as functional
 from mixed_precision import Mixed
 from steps import FAST_DISK, Autocast, small_model
 from torch import Tensor
 from torch._inductor import metrics
+from torch._inductor.codecache import FxGraphCache
 from torch._inductor.codegen import cpp
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import fresh_cache as fresh_inductor_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ssdtrain_fx import OffloadConfig, backend
+from ssdtrain_fx._torch_private import functorch_config_patch, inductor_loops
 from ssdtrain_fx._torch_private import inductor as private
-from ssdtrain_fx._torch_private import inductor_loops
+from ssdtrain_fx._torch_private.guards import forgetting_guards
 from ssdtrain_fx._torch_private.inductor_loops import PLAIN_NODE, LoopChoices, _Choice, _Recorded, choosing_loops  # pyright: ignore[reportPrivateUsage]
 from ssdtrain_fx.compiler import plain_step
 from ssdtrain_fx.compiler.inductor import KeepLayouts
@@ -339,6 +345,7 @@ def test_a_step_marks_its_nodes_and_passes_on_which_layouts_are_fixed(monkeypatc
     recorded: list[Any] = []
     monkeypatch.setattr(LoopChoices, "record", lambda self, gm, *_, **__: recorded.append(gm) or [])
     with PlainStep(*halves).computing_alike(rewritten, [values(4, 4)]):
+        run(lambda x: (x.sin(),), values(4, 4))
         assert recorded == [halves[0]]
     assert recorded[0].graph.output_node().meta["user_visible_output_idxs"] == [0]
 
@@ -393,21 +400,109 @@ def test_bits_of_a_state_space_model(autocast: bool) -> None:
 
 
 class TwoConvolutions(torch.nn.Module):
-    """What is saved between the convolutions has other strides than in the graph."""
+    """What is saved between the convolutions has other strides than in the graph.
+
+    For dynamic image sizes, plain Inductor finds out in backward that they equal numbers, after lowering a division by
+    one of them. It cannot lower that once it knows the numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Conv2d(3, 6, 3), torch.nn.Conv2d(6, 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).sigmoid()).exp().mean()
+        return self.second(self.first(x).sigmoid()).exp().flatten(2).var(2).mean()
 
 
-def test_strides_of_saved_tensors_may_be_symbols() -> None:
+@pytest.mark.parametrize("sizes", [(12,), pytest.param((12, 16), marks=pytest.mark.slow)])
+def test_strides_of_saved_tensors_may_be_symbols(sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    model, batches = TwoConvolutions(), [(torch.randn(2, 3, size, size),) for size in (12, 16)]
+    model, batches = TwoConvolutions(), [(torch.randn(2, 3, size, size),) for size in sizes]
     of_plain = train(model, batches, "inductor", dynamic=True)
     assert_same_bits(train(model, batches, backend(config()), dynamic=True), of_plain)
+
+
+class Rescaled(torch.nn.Module):
+    """Sums over a tensor that is saved with symbolic strides, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(3, 6, 3), torch.nn.Conv2d(6, 4, 3, stride=2)
+        self.norm = torch.nn.BatchNorm2d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        z = functional.interpolate(functional.max_pool2d(self.norm(h).relu(), 2), scale_factor=2)
+        z = z + h[..., : z.shape[2], : z.shape[3]]
+        return self.second(z).square().mean() + z.permute(0, 2, 3, 1).log_softmax(-1).mean()
+
+
+@pytest.mark.slow
+def test_a_reloaded_tensor_gets_symbolic_strides() -> None:
+    torch.manual_seed(0)
+    model, batches = Rescaled(), [(torch.randn(count, 3, size, size),) for count, size in ((2, 12), (3, 14))]
+    of_plain = train(model, batches, "inductor", dynamic=True)
+    assert_same_bits(train(model, batches, backend(config()), dynamic=True), of_plain)
+
+
+def test_guards_of_recording_are_forgotten_until_they_are_added() -> None:
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    shape_env = ShapeEnv()
+    size: Any = FakeTensorMode(shape_env=shape_env).from_tensor(torch.empty(12), symbolic_context=context).shape[0]
+    symbol = size.node.expr
+    guards: list[Any] = []
+    with forgetting_guards(shape_env, guards):
+        assert size * 2 == 24
+        assert size.node.expr == 12
+    assert size.node.expr == symbol
+    assert not shape_env.guards
+    (guard,) = guards
+    assert shape_env.evaluate_expr(guard)
+    assert size.node.expr == 12
+    assert len(shape_env.guards) == 1
+
+
+def test_a_step_is_recorded_unless_its_code_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    record, add_guards = LoopChoices.record, LoopChoices.add_guards
+    cache: Any = FxGraphCache
+    save, load = cache._save_graph, cache.load_with_key
+    forgotten: list[str] = []
+
+    def note_record(self: LoopChoices, *args: Any, **keywords: Any) -> Any:
+        events.append("record backward" if keywords.get("is_backward") else "record forward")
+        return record(self, *args, **keywords)
+
+    def note_guards(self: LoopChoices) -> None:
+        events.append("add guards")
+        add_guards(self)
+
+    def note_save(*args: Any) -> None:
+        events.append("save")
+        save(*args)
+
+    def load_or_forget(*args: Any, **keywords: Any) -> Any:
+        code, found = load(*args, **keywords)
+        if keywords["is_backward"] and forgotten:
+            return None, {**found, "cache_state": "miss"}
+        return code, found
+
+    def compile_and_note() -> list[str]:
+        events.clear()
+        train(Mixed(64), [(values(16, 64), values(16, 64))], backend(config()))
+        return [*events]
+
+    monkeypatch.setattr(LoopChoices, "record", note_record)
+    monkeypatch.setattr(LoopChoices, "add_guards", note_guards)
+    monkeypatch.setattr(cache, "_save_graph", note_save)
+    monkeypatch.setattr(cache, "load_with_key", load_or_forget)
+    caches: Any = inductor_config.patch(force_disable_caches=False, fx_graph_cache=True)
+    with caches, fresh_inductor_cache(), functorch_config_patch(enable_autograd_cache=False):
+        compiled = ["add guards", "save"]
+        assert compile_and_note() == ["record forward", *compiled, "record backward", *compiled]
+        assert compile_and_note() == []
+        forgotten.append("backward")  # which may compute nodes of forward again
+        assert compile_and_note() == ["record forward", "record backward", *compiled]
 
 
 def test_a_step_that_cannot_be_recorded_is_compiled(

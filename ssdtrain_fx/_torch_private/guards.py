@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
+
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = ["forgetting_guards"]
 
@@ -14,7 +16,7 @@ _VERSIONS = ("_version_counter", "_replacements_version_counter")
 
 
 @contextmanager
-def forgetting_guards(shape_env: Any, guards: list[Any]) -> Generator[None]:
+def forgetting_guards(shape_env: ShapeEnv | None, guards: list[Any]) -> Generator[None]:
     """Undo what ``shape_env`` learns about symbols in this block. None: nothing is symbolic.
 
     Lowering compares sizes. The outcome becomes a guard, and a symbol that equals a number is replaced by it. Inductor
@@ -41,7 +43,7 @@ def forgetting_guards(shape_env: Any, guards: list[Any]) -> Generator[None]:
             else:
                 state[name] = value
         state.update(versions)
-        members: list[Any] = list(vars(cast(Any, type(shape_env))).values())
+        members: list[Any] = list(vars(ShapeEnv).values())
         for member in members:  # a cached outcome would add no guard
             if hasattr(member, "cache_clear"):
                 member.cache_clear()

@@ -82,7 +82,7 @@ def render_table(results: Sequence[Measurement]) -> Table:
     add_row("page faults per step (median)", lambda result: f"{result.page_faults:,.0f}")
     add_row("written to SSD, last step", lambda result: format_bytes(_last(result).bytes_written))
     add_row("read from SSD, last step", lambda result: format_bytes(_last(result).bytes_read))
-    add_row("kept to save time", lambda result: format_bytes(_last(result).kept_for_time_bytes))
+    add_row("kept to save time, at most", lambda result: format_bytes(result.kept_for_time_bytes))
     add_row("waiting for the SSD", lambda result: f"{1e3 * _last(result).stall_s:,.1f} ms")
     add_row("path to the SSD", lambda result: _last(result).io_path, end_section=True)
     add_row("losses, gradients", lambda result: _bits(result, find_base(result, results)))

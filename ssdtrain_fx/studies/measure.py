@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain_fx.runtime.statistics import Statistics
+from ssdtrain_fx.units import format_bytes
 
 Variant = Literal[
     "inductor",
@@ -197,6 +198,11 @@ class Measurement:
         return self.process_peak_bytes - self.rest.process_bytes
 
     @property
+    def kept_for_time_bytes(self) -> int:
+        """What stayed in memory beyond the plan in the step that kept most, because the disk was slow."""
+        return max(step.statistics.kept_for_time_bytes for step in counted(self.steps))
+
+    @property
     def page_faults(self) -> float:
         """Median of the counted steps."""
         return statistics.median(step.page_faults for step in counted(self.steps))
@@ -226,6 +232,7 @@ class Measurement:
             "median_page_faults": self.page_faults,
             "step_ms": [step.duration_ms for step in self.steps],
             "step_process_peak_bytes": [step.process_peak_bytes for step in self.steps],
+            "step_kept_for_time_bytes": [step.statistics.kept_for_time_bytes for step in self.steps],
             "peaks_were_reset": all(step.peak_was_reset for step in self.steps),
             "page_faults": [step.page_faults for step in self.steps],
             "losses_hex": [step.loss_hex for step in self.steps],
@@ -255,6 +262,13 @@ def notes(measurements: Sequence[Measurement]) -> list[str]:
         f"Time, memory and page faults are of the same steps. The {which} not count.",
         "Growth is the peak of the process minus its rest: what it holds at the end, when no step runs.",
     ]
+    for one in measurements:
+        if one.kept_for_time_bytes:
+            kept = ", ".join(str(step.index + 1) for step in counted(one.steps) if step.statistics.kept_for_time_bytes)
+            found.append(
+                f"{one.run.title}: the disk seemed slower than planned, so up to "
+                f"{format_bytes(one.kept_for_time_bytes)} stayed in memory (steps: {kept}). The growth includes it."
+            )
     if not all(step.peak_was_reset for step in all_steps):
         found.append(
             "This system does not let a process reset its peak (/proc/self/clear_refs): peaks are since the process "

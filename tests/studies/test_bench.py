@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,8 @@ class FakeWorker:
 
     opened: list[str] = []  # noqa: RUF012 -- replaced for every test
     loss: Callable[[Run, int], float] = staticmethod(lambda run, index: 1.0 + index)
+    kept_bytes: Callable[[int], int] = staticmethod(lambda index: 0)
+    """What ssdtrain keeps in memory to save time in a step."""
 
     def __init__(self, run: Run, *, cache_directory: str | None = None) -> None:
         if cache_directory is not None:
@@ -75,7 +78,9 @@ class FakeWorker:
             peak_was_reset=True,
             samples=[(0.0, 1), (1.0, 2)] if sampled else [],
             page_faults=10 * scale,
-            statistics=Statistics(bytes_written=64 if variant == "ssdtrain" else 0),
+            statistics=Statistics(bytes_written=64, kept_for_time_bytes=type(self).kept_bytes(index))
+            if variant == "ssdtrain"
+            else Statistics(),
         )
 
 
@@ -124,6 +129,20 @@ def test_every_variant_has_one_process_and_is_compared_with_inductor(worker: typ
     assert results["checkpoint"]["median_page_faults"] == 10
     assert results["checkpoint"]["memory_course_ms_bytes"] == [[0.0, 1], [1.0, 2]]
     assert set(written) == {"date", "machine", "python", "torch", "results"}
+
+
+def test_what_a_slow_disk_left_in_memory_is_shown_for_every_step_that_counts(worker: type[FakeWorker]) -> None:
+    """The peak may be that of an early step, and the last step may keep nothing."""
+    kept_bytes = [7 << 20, 298 << 20, 96 << 20, 0, 900 << 20]
+    worker.kept_bytes = kept_bytes.__getitem__
+    done = run_bench("--json", "-")
+    results = {result["run"]["variant"]: result for result in json.loads(done.stdout)["results"]}
+    assert results["ssdtrain"]["step_kept_for_time_bytes"] == kept_bytes[:STEPS]
+    assert results["inductor"]["step_kept_for_time_bytes"] == [0] * STEPS
+    text = " ".join(done.stderr.split())
+    assert re.search(r"kept to save time, at most │ 0 B │ 298.00 MiB │ 0 B │", text), text
+    assert "ssdtrain: the disk seemed slower than planned, so up to 298.00 MiB stayed in memory (steps: 2, 3)." in text
+    assert "inductor: the disk" not in text
 
 
 def test_how_sure_a_ratio_is_follows_from_the_order_of_the_pairs(worker: type[FakeWorker]) -> None:

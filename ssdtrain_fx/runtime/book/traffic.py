@@ -1,14 +1,18 @@
-"""The measured rates of the disk of one engine: each transfer is timed, and the rates are averaged per direction.
+"""The measured rates of the disk of one engine, averaged per direction.
 
-Threads share the disk: by Little's law, each of n concurrent transfers takes n times as long as it would take alone.
-Requests that one thread submits to the kernel are served in order instead: a transfer that began after others takes as
-long as all their bytes and its own bytes. So every transfer measures the rate of the disk, regardless of the others,
-with two exceptions:
+Threads share the disk: by Little's law, each of n concurrent transfers takes n times as long as it would take alone. So
+every transfer measures the rate of the disk, regardless of the others.
 
-* While both directions are busy, they share the disk; such a transfer measures nothing.
-* Fewer transfers than it takes to keep the disk busy give only a lower bound, and so does a transfer whose end was
-  noticed late. A bound above the current rate still counts: otherwise a rate that was once measured too low would
-  remain, because tensors that stay in memory measure nothing.
+Requests that one thread submits to the kernel form a queue. Their order is the disk's choice, and requests that began
+together often end together. So one of them measures nothing. But a *period* in which the queue is never empty does: the
+bytes that ended in it, by its length. It ends with the queue, or when more bytes have ended than are left in the queue.
+
+There are two exceptions:
+
+* While both directions are busy, they share the disk; such a transfer or period measures nothing.
+* Fewer transfers than it takes to keep the disk busy give only a lower bound, and so does an end that was noticed late,
+  unless the queue kept the disk busy. A bound above the current rate still counts: otherwise a rate that was once
+  measured too low would remain, because tensors that stay in memory measure nothing.
 
 The caller holds the engine's lock.
 """
@@ -29,11 +33,13 @@ class Direction(enum.IntEnum):
     READ = 1
 
 
-Transfer = tuple[Direction, float, int, bool, int, int]
+Transfer = tuple[Direction, float, int, bool, int]
 """A transfer that has begun: its direction; when it began; how many transfers of that direction were in flight then,
-including itself; whether the other direction was idle; and, for a transfer that is served in order, its bytes and the
-bytes of all that were in flight, including itself, otherwise 0 and 0. A plain tuple: a class would cost more than what
-is done with it."""
+including itself; whether the other direction was idle; and its bytes if it is in the queue, otherwise 0. A plain tuple:
+a class would cost more than what is done with it."""
+
+BUSY_BYTES = 4 << 20
+"""One request of this size keeps the disk busy. A guess."""
 
 
 class RateMeter:
@@ -63,6 +69,21 @@ class RateMeter:
         self.s_per_byte = last + weight * (sample - last) if last else sample
 
 
+class _Period:
+    """A time in which a queue is never empty."""
+
+    __slots__ = ("count", "ended_bytes", "is_shared", "start_s")
+
+    def __init__(self) -> None:
+        self.restart(0.0, is_shared=False)
+
+    def restart(self, start_s: float, *, is_shared: bool) -> None:
+        self.start_s = start_s
+        self.is_shared = is_shared
+        """Whether it measures nothing: the other direction was busy too, or a request failed."""
+        self.ended_bytes = self.count = 0
+
+
 class Traffic:
     """The transfers in flight to and from one file, and how fast transfers have been so far."""
 
@@ -72,30 +93,52 @@ class Traffic:
         """By :class:`Direction`."""
         self._under_way = [0, 0]
         self._queued_bytes = [0, 0]
+        self._periods = (_Period(), _Period())
 
     def begin(self, direction: Direction, queued_bytes: int = 0) -> Transfer:
-        """``queued_bytes`` is the length of a transfer that the disk serves after those in flight; otherwise 0."""
-        under_way = self._under_way
+        """``queued_bytes`` is the length of a request in the queue; otherwise 0."""
+        under_way, start_s = self._under_way, self.clock()
         under_way[direction] += 1
         alone = not under_way[1 - direction]
-        if not queued_bytes:
-            return direction, self.clock(), under_way[direction], alone, 0, 0
-        self._queued_bytes[direction] += queued_bytes
-        return direction, self.clock(), under_way[direction], alone, queued_bytes, self._queued_bytes[direction]
+        if queued_bytes:
+            if not self._queued_bytes[direction]:
+                self._periods[direction].restart(start_s, is_shared=False)
+            self._queued_bytes[direction] += queued_bytes
+        if not alone:
+            for period in self._periods:
+                period.is_shared = True
+        return direction, start_s, under_way[direction], alone, queued_bytes
 
-    def end(self, transfer: Transfer, length_bytes: int, end_s: float, *, busy_with: float) -> None:
+    def end(self, transfer: Transfer, length_bytes: int, end_s: float, *, busy_with: int = 1) -> None:
         """``transfer`` ended at ``end_s`` after ``length_bytes``, 0 after an error.
 
-        ``busy_with`` transfers keep the disk busy; infinite if ``end_s`` is when the end was noticed, not when the
-        bytes were moved.
+        ``busy_with`` transfers keep the disk busy, if it is not in the queue.
         """
-        direction, start_s, began_with, alone, own_bytes, queued_bytes = transfer
+        direction, start_s, began_with, alone, queued_bytes = transfer
         under_way = self._under_way[direction]
         self._under_way[direction] -= 1
-        self._queued_bytes[direction] -= own_bytes
-        if length_bytes and alone and not self._under_way[1 - direction]:
+        if queued_bytes:
+            period = self._periods[direction]
+            self._queued_bytes[direction] -= queued_bytes
+            period.ended_bytes += length_bytes
+            period.count += 1
+            period.is_shared |= length_bytes != queued_bytes
+        elif length_bytes and alone and not self._under_way[1 - direction]:
             busy = min(began_with, under_way) >= busy_with
-            if length_bytes == own_bytes:
-                self.meters[direction].note(queued_bytes, end_s - start_s, 1, busy=busy)
-            elif not own_bytes:
-                self.meters[direction].note(length_bytes, end_s - start_s, (began_with + under_way) / 2, busy=busy)
+            self.meters[direction].note(length_bytes, end_s - start_s, (began_with + under_way) / 2, busy=busy)
+
+    def measure(self, end_s: float, *, is_late: bool) -> None:
+        """Measure the queues, after all requests that have ended by ``end_s`` were passed to :meth:`end`.
+
+        ``is_late``: they may have ended earlier.
+        """
+        for direction, period in enumerate(self._periods):
+            left_bytes = self._queued_bytes[direction]
+            is_alone = not self._under_way[1 - direction]
+            if period.is_shared:
+                if is_alone:
+                    period.restart(end_s, is_shared=False)
+            elif period.ended_bytes > left_bytes:
+                is_busy = left_bytes or (not is_late and (period.ended_bytes >= BUSY_BYTES or period.count > 1))
+                self.meters[direction].note(period.ended_bytes, end_s - period.start_s, 1, busy=bool(is_busy))
+                period.restart(end_s, is_shared=False)

@@ -19,7 +19,7 @@ from ssdtrain_fx.memory_limit import MemoryLimit
 from ssdtrain_fx.runtime.book.admission import BALANCE_LIMIT_S, MIN_STALL_SHARE, Admission
 from ssdtrain_fx.runtime.book.ledger import Ledger
 from ssdtrain_fx.runtime.book.records import Entry, Fill
-from ssdtrain_fx.runtime.book.traffic import HALF_LIFE_BYTES, Direction, RateMeter, Traffic
+from ssdtrain_fx.runtime.book.traffic import BUSY_BYTES, HALF_LIFE_BYTES, Direction, RateMeter, Traffic, Transfer
 from ssdtrain_fx.runtime.book.upkeep import KEPT_WINDOW
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
@@ -194,45 +194,120 @@ def test_transfers_in_both_directions_tell_nothing(clock: HandClock) -> None:
     assert traffic.meters[Direction.READ].bytes_per_s == pytest.approx(2000)
 
 
-def test_a_transfer_that_waits_its_turn_tells_the_rate_by_all_the_bytes_in_front_of_it(clock: HandClock) -> None:
-    """1000 bytes per second: a long transfer takes 3 s, and a short one after it ends at 4 s. By its own bytes alone,
-    the short one would be four times too slow."""
-    traffic = Traffic(clock)
-    long = traffic.begin(Direction.WRITE, 3000)
-    short = traffic.begin(Direction.WRITE, 1000)
+class Queue:
+    """Requests of one direction that a disk with 1000 bytes per second serves."""
+
+    def __init__(
+        self, clock: HandClock, direction: Direction = Direction.WRITE, traffic: Traffic | None = None
+    ) -> None:
+        self.clock = clock
+        self.direction = direction
+        self.traffic = Traffic(clock) if traffic is None else traffic
+        self.began: list[tuple[Transfer, int]] = []
+
+    def begin(self, *lengths: int) -> None:
+        self.began += [(self.traffic.begin(self.direction, length), length) for length in lengths]
+
+    def end(self, count: int, *, is_late: bool = False, is_cut_short: bool = False) -> None:
+        """The oldest ``count`` requests have ended."""
+        ended, self.began = self.began[:count], self.began[count:]
+        for transfer, length in ended:
+            self.traffic.end(transfer, length - is_cut_short, self.clock())
+        self.traffic.measure(self.clock(), is_late=is_late)
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self.traffic.meters[self.direction].bytes_per_s
+
+
+def test_requests_that_end_together_tell_the_rate_by_all_their_bytes(clock: HandClock) -> None:
+    """By its own bytes, each of them would be five times too slow."""
+    queue = Queue(clock)
+    queue.begin(*[1000] * 5)
+    clock.move(5.0)
+    queue.end(5)
+    assert queue.bytes_per_s == pytest.approx(1000)
+
+
+@pytest.mark.parametrize("first_s", [1.0, 7.93])
+def test_it_does_not_matter_how_much_later_than_the_first_request_the_others_end(
+    first_s: float, clock: HandClock
+) -> None:
+    queue = Queue(clock)
+    queue.begin(*[1000] * 8)
+    clock.move(first_s)
+    for _ in range(8):
+        queue.end(1)
+        clock.move((8.0 - first_s) / 7)
+    assert queue.bytes_per_s == pytest.approx(1000)
+
+
+def test_a_queue_that_never_empties_is_measured_when_half_of_it_has_ended(clock: HandClock) -> None:
+    queue = Queue(clock)
+    queue.begin(*[1000] * 4)
+    rates: list[float | None] = []
+    for _ in range(9):
+        clock.move(1.0)
+        queue.end(1, is_late=True)  # the disk had others to serve since
+        queue.begin(1000)
+        rates.append(queue.bytes_per_s)
+    assert rates[:3] == [None] * 3
+    assert rates[3:] == [pytest.approx(1000)] * 6
+
+
+def test_one_small_request_does_not_keep_the_disk_busy(clock: HandClock) -> None:
+    for lengths, rate in (((1000,), None), ((500, 500), 1000), ((BUSY_BYTES,), BUSY_BYTES)):
+        queue = Queue(clock)
+        queue.begin(*lengths)
+        clock.move(1.0)
+        queue.end(len(lengths))
+        assert queue.bytes_per_s == (None if rate is None else pytest.approx(rate))
+
+
+def test_a_request_that_is_cut_short_tells_nothing(clock: HandClock) -> None:
+    queue = Queue(clock)
+    queue.begin(1000, 1000)
+    clock.move(1.0)
+    queue.end(2, is_cut_short=True)
+    assert queue.bytes_per_s is None
+    queue.begin(1000, 1000)
+    clock.move(2.0)
+    queue.end(2)
+    assert queue.bytes_per_s == pytest.approx(1000)
+
+
+def test_while_both_queues_are_busy_they_tell_nothing(clock: HandClock) -> None:
+    writes = Queue(clock)
+    reads = Queue(clock, Direction.READ, writes.traffic)
+    writes.begin(*[1000] * 6)
+    clock.move(1.0)
+    reads.begin(500, 500)
+    clock.move(8.0)
+    writes.end(2)
+    reads.end(2)
+    assert writes.bytes_per_s is reads.bytes_per_s is None
     clock.move(3.0)
-    traffic.end(long, 3000, clock(), busy_with=1)
-    assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
-    clock.move(1.0)
-    traffic.end(short, 1000, clock(), busy_with=1)
-    assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
-    clock.move(100.0)
-    broken = traffic.begin(Direction.WRITE, 1000)
-    clock.move(1.0)
-    traffic.end(broken, 10, clock(), busy_with=1)  # cut short: it is unknown where the rest of the time went
-    alone = traffic.begin(Direction.WRITE, 1000)  # transfers that have ended do not count
-    clock.move(1.0)
-    traffic.end(alone, 1000, clock(), busy_with=1)
-    assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
+    writes.end(3)  # since the reads have ended
+    assert writes.bytes_per_s == pytest.approx(1000)
+    assert reads.bytes_per_s is None
 
 
 def test_an_end_that_was_noticed_late_can_only_make_the_disk_faster(clock: HandClock) -> None:
     """1000 bytes per second, measured as 100 during a hiccup. An end noticed after 4 s shows: at least 250."""
-    traffic = Traffic(clock)
-    meter = traffic.meters[Direction.WRITE]
-    hiccup = traffic.begin(Direction.WRITE, 1000)
+    queue = Queue(clock)
+    queue.begin(500, 500)
     clock.move(10.0)
-    traffic.end(hiccup, 1000, clock(), busy_with=1)
-    assert meter.bytes_per_s == pytest.approx(100)
+    queue.end(2)
+    assert queue.bytes_per_s == pytest.approx(100)
     for _ in range(60):
-        late = traffic.begin(Direction.WRITE, HALF_LIFE_BYTES)
+        queue.begin(HALF_LIFE_BYTES)
         clock.move(HALF_LIFE_BYTES / 250)
-        traffic.end(late, HALF_LIFE_BYTES, clock(), busy_with=float("inf"))
-    assert meter.bytes_per_s == pytest.approx(250)
-    later = traffic.begin(Direction.WRITE, 1000)
+        queue.end(1, is_late=True)
+    assert queue.bytes_per_s == pytest.approx(250)
+    queue.begin(1000)
     clock.move(1000.0)
-    traffic.end(later, 1000, clock(), busy_with=float("inf"))
-    assert meter.bytes_per_s == pytest.approx(250)
+    queue.end(1, is_late=True)
+    assert queue.bytes_per_s == pytest.approx(250)
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------

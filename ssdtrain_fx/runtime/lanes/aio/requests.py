@@ -16,7 +16,6 @@ import collections
 import ctypes
 import errno
 import itertools
-import math
 import os
 import threading
 import time
@@ -35,9 +34,6 @@ from ssdtrain_fx.runtime.memory.staging import StagingBuffer, StagingPool
 from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Patience
 from ssdtrain_fx.runtime.shield import finishes_within
 from ssdtrain_fx.runtime.storage.spill_file import bytes_done
-
-BUSY_BYTES = 4 << 20
-"""One request of this size keeps the disk busy. A guess."""
 
 KERNEL_S = 10.0
 """How long ``close`` waits for the kernel after a failure."""
@@ -196,6 +192,9 @@ class Requests:
         known."""
         ledger = self._ledger
         self._answers.extend(self._aio.answers())
+        if not self._answers:
+            return
+        now_s = ledger.traffic.clock() if end_s is None else end_s
         while self._answers:
             cookie, result = self._answers.popleft()
             request = self._in_flight.pop(cookie, None)
@@ -206,15 +205,12 @@ class Requests:
                 continue
             timed, request.timed = request.timed, None
             assert timed is not None
-            if end_s is None:  # the disk may have been idle since: the rate is a lower bound
-                found_s, busy_with = ledger.traffic.clock(), math.inf
-            else:
-                found_s, busy_with = end_s, self._ends.busy_with if request.total < BUSY_BYTES else 1
-            ledger.traffic.end(timed, max(0, result), found_s, busy_with=busy_with)
+            ledger.traffic.end(timed, max(0, result), now_s)
             if result == request.total - request.done:
                 self._finish(request, None)
             else:
                 self._retry(request, result)
+        ledger.traffic.measure(now_s, is_late=end_s is None)
 
     def _retry(self, request: Request, result: int) -> None:
         """Move the bytes that ``request`` has left, or end it with its error."""

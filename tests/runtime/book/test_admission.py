@@ -282,12 +282,14 @@ def test_while_both_queues_are_busy_they_tell_nothing(clock: HandClock) -> None:
     writes.begin(*[1000] * 6)
     clock.move(1.0)
     reads.begin(500, 500)
-    clock.move(8.0)
-    writes.end(2)
+    clock.move(4.0)
+    writes.end(1)
+    clock.move(4.0)
+    writes.end(3)
     reads.end(2)
     assert writes.bytes_per_s is reads.bytes_per_s is None
-    clock.move(3.0)
-    writes.end(3)  # since the reads have ended
+    clock.move(2.0)
+    writes.end(2)  # since the reads have ended
     assert writes.bytes_per_s == pytest.approx(1000)
     assert reads.bytes_per_s is None
 
@@ -304,9 +306,9 @@ def test_an_end_that_was_noticed_late_can_only_make_the_disk_faster(clock: HandC
         clock.move(HALF_LIFE_BYTES / 250)
         queue.end(1, is_late=True)
     assert queue.bytes_per_s == pytest.approx(250)
-    queue.begin(1000)
+    queue.begin(500, 500)
     clock.move(1000.0)
-    queue.end(1, is_late=True)
+    queue.end(2, is_late=True)
     assert queue.bytes_per_s == pytest.approx(250)
 
 

@@ -74,6 +74,7 @@ def test_strides_are_read_from_both_kinds_of_code(name: str) -> None:
 buf1 = {name}(buf0, [4, 1], 'name=mm;out_s=0.1|')
 buf2 = {name}(buf0, [max(1, s7)*(s8 // 2), 1], 'name=dynamic|')
 buf3 = {name}(buf0, [u0, 1], 'name=unknown|')
+buf3 = {name}(buf0, [s8 // (s7 - 3), 1], 'name=no value|')
 buf4 = other(buf0, [1, 4], 'mm')
 """
     strides = private.offload_strides_in(code, OFFLOAD, {"s7": 3, "s8": 8})

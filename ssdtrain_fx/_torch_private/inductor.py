@@ -260,7 +260,7 @@ def offload_strides_in(code: OutputCode, offload: OpOverload, hints: Mapping[str
     """The strides that each ``offload(x, stride, site)`` was compiled with, by site; read from generated Python.
 
     Code from a cache was not lowered in this process, so only the code itself holds the strides. ``hints`` are the
-    values of symbols. Strides with other symbols are left out.
+    values of symbols. Strides with other symbols, or without a value for these, are left out.
     """
     source = cast(str, getattr(code, "source_code", ""))
     strides: dict[str, tuple[int, ...]] = {}
@@ -272,7 +272,7 @@ def offload_strides_in(code: OutputCode, offload: OpOverload, hints: Mapping[str
             _, stride, site = node.args[:3]
             try:
                 strides[ast.literal_eval(site)] = tuple(eval(ast.unparse(stride), dict(hints)))
-            except NameError:
+            except (NameError, ArithmeticError):
                 continue
     return strides
 

@@ -16,7 +16,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 from torch import fx
@@ -29,6 +29,7 @@ from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
 from torch._inductor.utils import convert_shape_to_symint, shape_env_from_inputs
 from torch._inductor.virtualized import V
 
+from ssdtrain_fx._torch_private import functorch_config_patch
 from ssdtrain_fx._torch_private.guards import forgetting_guards
 
 __all__ = ["LAYOUT_OF_RESULTS", "PLAIN_NODE", "LoopChoices", "choosing_loops", "install_loops"]
@@ -65,7 +66,7 @@ _EXACT_OPS = frozenset(
 """Ops of loop bodies whose results are the same in vectorized and in scalar code: IEEE 754 defines them."""
 
 _EXACT_REDUCTIONS = frozenset(("max", "min", "any", "argmax", "argmin", "xor_sum"))
-"""Reductions whose results do not depend on the order of their elements."""
+"""Reductions whose results do not depend on the order of their elements, except for the sign of a zero."""
 
 
 class _Choice(NamedTuple):
@@ -389,8 +390,11 @@ def _active() -> LoopChoices | None:
     return None if isinstance(V.choices, _Recorder) else getattr(V.choices, "ssdtrain_loops", None)
 
 
-def _without_caches() -> AbstractContextManager[None]:
-    return cast(Any, config).patch(fx_graph_cache=False, fx_graph_remote_cache=False)
+@contextmanager
+def _without_caches() -> Generator[None]:
+    caches = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    with cast(Any, config).patch(caches), functorch_config_patch(bundled_autograd_cache=False):
+        yield
 
 
 def _key_of(node: Any) -> Key | None:
@@ -450,6 +454,8 @@ def _is_inexact(body: Any) -> bool:
 def _adds_up(body: Any) -> bool:
     """Whether a body adds up floating-point numbers."""
     for op in _ops_of(body):
+        if op.target == "store" and "atomic_add" in (*op.args, *op.kwargs.values()):
+            return True
         if op.target == "reduction":
             dtype, _, kind = op.args[1:4]
             if kind not in _EXACT_REDUCTIONS and (dtype.is_floating_point or dtype.is_complex):

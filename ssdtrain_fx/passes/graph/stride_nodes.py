@@ -20,13 +20,14 @@ def strides_like(
 
     Args:
         size: of the tensor, as arguments.
-        stride: that its node has now. Kept if they are equal for the hints, or if the tensor has gaps, so that its
-            strides are no products of its sizes.
+        stride: that its node has now. Kept if they are equal for the hints, if the tensor has gaps, so that its strides
+            are no products of its sizes, or if the hints do not tell the order, because two of them are 1.
         wanted: the strides that the tensor really has for the hints.
     """
     if not any(isinstance(number, fx.Node) for number in (*size, *stride)):
         return [*wanted]
-    if [_hint(number) for number in stride] == [*wanted]:
+    has_no_order = sum(isinstance(number, fx.Node) and _hint(number) == 1 for number in size) > 1
+    if has_no_order or [_hint(number) for number in stride] == [*wanted]:
         return [*stride]
     arguments = [*stride]
     step: Argument = 1

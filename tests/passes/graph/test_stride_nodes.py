@@ -71,5 +71,13 @@ def test_the_strides_of_a_tensor_with_gaps_stay() -> None:
     assert strides_like(graph, size, stride, (1440, 240, 24, 2)) == stride
 
 
+def test_two_sizes_that_are_1_now_have_no_order() -> None:
+    graph, size = symbolic_size(SIZE, static_dim=1)
+    for argument in (size[2], size[3]):
+        argument.meta["val"] = 1
+    stride: list[Any] = [6, 1, 1, 1]
+    assert strides_like(graph, size, stride, (6, 1, 6, 6)) == stride
+
+
 def test_numbers_are_taken_as_they_are() -> None:
     assert strides_like(fx.Graph(), [4, 6], [6, 1], (2, 16)) == [2, 16]

@@ -270,7 +270,7 @@ def offload_strides_in(code: OutputCode, offload: OpOverload, hints: Mapping[str
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in calls:
             _, stride, site = node.args[:3]
-            try:
+            try:  # Inductor runs the same expressions
                 strides[ast.literal_eval(site)] = tuple(eval(ast.unparse(stride), dict(hints)))
             except (NameError, ArithmeticError):
                 continue

@@ -72,15 +72,15 @@ class RateMeter:
 class _Period:
     """A time in which a queue is never empty."""
 
-    __slots__ = ("count", "ended_bytes", "is_shared", "start_s")
+    __slots__ = ("count", "ended_bytes", "is_disturbed", "start_s")
 
     def __init__(self) -> None:
-        self.restart(0.0, is_shared=False)
+        self.restart(0.0)
 
-    def restart(self, start_s: float, *, is_shared: bool) -> None:
+    def restart(self, start_s: float) -> None:
         self.start_s = start_s
-        self.is_shared = is_shared
-        """Whether it measures nothing: the other direction was busy too, or a request failed."""
+        self.is_disturbed = False
+        """The other direction was busy too, or a request failed, so it measures nothing."""
         self.ended_bytes = self.count = 0
 
 
@@ -102,11 +102,11 @@ class Traffic:
         alone = not under_way[1 - direction]
         if queued_bytes:
             if not self._queued_bytes[direction]:
-                self._periods[direction].restart(start_s, is_shared=False)
+                self._periods[direction].restart(start_s)
             self._queued_bytes[direction] += queued_bytes
         if not alone:
             for period in self._periods:
-                period.is_shared = True
+                period.is_disturbed = True
         return direction, start_s, under_way[direction], alone, queued_bytes
 
     def end(self, transfer: Transfer, length_bytes: int, end_s: float, *, busy_with: int = 1) -> None:
@@ -122,7 +122,7 @@ class Traffic:
             self._queued_bytes[direction] -= queued_bytes
             period.ended_bytes += length_bytes
             period.count += 1
-            period.is_shared |= length_bytes != queued_bytes
+            period.is_disturbed |= length_bytes != queued_bytes
         elif length_bytes and alone and not self._under_way[1 - direction]:
             busy = min(began_with, under_way) >= busy_with
             self.meters[direction].note(length_bytes, end_s - start_s, (began_with + under_way) / 2, busy=busy)
@@ -134,11 +134,10 @@ class Traffic:
         """
         for direction, period in enumerate(self._periods):
             left_bytes = self._queued_bytes[direction]
-            is_alone = not self._under_way[1 - direction]
-            if period.is_shared:
-                if is_alone:
-                    period.restart(end_s, is_shared=False)
+            if period.is_disturbed:
+                if not self._under_way[1 - direction]:
+                    period.restart(end_s)
             elif period.ended_bytes > left_bytes:
                 is_busy = left_bytes or (not is_late and (period.ended_bytes >= BUSY_BYTES or period.count > 1))
                 self.meters[direction].note(period.ended_bytes, end_s - period.start_s, 1, busy=bool(is_busy))
-                period.restart(end_s, is_shared=False)
+                period.restart(end_s)

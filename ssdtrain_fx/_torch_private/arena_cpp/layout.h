@@ -4,8 +4,10 @@
 // 14 % above the most that is ever in use. A training step repeats, so its future is its past. The blocks of a step
 // choose their places one after the other, each the smallest gap among those that live at the same time. If the largest
 // chooses first (M. Pisarchyk and J. Lee, Efficient Memory Management for Deep Neural Net Inference, 2020: "greedy by
-// size"), they end 2 to 26 % above the most in use. So other orders are tried too: the block that ends highest chooses
-// first the next time. For models of seven families with 4 layers, this ends 0 to 3.3 % above, 1.1 % in the mean.
+// size"), they end 2 to 26 % above the most in use. So other orders are tried too. An order is given up at the first block
+// that would not end below the best layout so far, and this block chooses first the next time. The chunked loss of a GPT-2
+// of 12 layers has 676 blocks and ended 13 % above when each order was followed to its end; it ends 0.8 % above in the same
+// time.
 //
 // A layout is only advice. `Range` takes it where the place is free, else it falls back to best fit. So a step that
 // differs from what was learned costs memory, never data. After some steps that differ, the next ones are observed.
@@ -77,7 +79,7 @@ class Layout {
       return;
     auto& blocks = window_[site.run].blocks;
     blocks.resize(std::max(blocks.size(), site.number + 1));
-    blocks[site.number] = {bytes, tick_, 0, 0, false};
+    blocks[site.number] = {bytes, tick_};
     ++block_count_;
   }
 
@@ -103,11 +105,8 @@ class Layout {
   static constexpr size_t IN_USE_TOLERANCE = 64;
   static constexpr size_t HITS_PER_MISS = 4;
   static constexpr size_t MAX_UNKNOWN_STEPS = 4;
-  // A step is delayed while its layout is found, the first time by up to 0.3 s for 10,000 blocks. Each time another layout
-  // is needed, more orders are left out. With 100 tries, GPT-2 ends 12 % above the most in use, with 2000 where it is
-  // optimal.
-  static constexpr size_t MAX_TRIES = 2000;
-  static constexpr size_t MAX_COMPARISONS = 150'000'000;
+  // Per first order. A step is delayed while its layout is found. Each time another layout is needed, less is tried.
+  static constexpr size_t MAX_COMPARISONS = 25'000'000;
 
   struct Block {
     size_t bytes = 0;
@@ -115,6 +114,11 @@ class Layout {
     uint64_t end = 0;
     size_t offset = 0;
     bool is_placed = false;
+    size_t next_offset = 0;  // in the layout that is tried
+
+    size_t next_end() const {
+      return next_offset + bytes;
+    }
   };
 
   struct Run {
@@ -220,30 +224,22 @@ class Layout {
     if (blocks.empty())
       return;
     const size_t least = most_in_use(blocks, period);
-    const auto first_orders = {&is_larger, &lives_longer, &has_more_room};
-    const size_t comparisons = MAX_COMPARISONS / (1 + lessons_) / first_orders.size();
-    const size_t tries = std::clamp<size_t>(comparisons / (blocks.size() * blocks.size()), 1, MAX_TRIES);
-    std::vector<size_t> best;
-    for (auto first : first_orders) {
+    end_ = SIZE_MAX;
+    for (auto first : {&is_larger, &lives_longer, &has_more_room}) {
       auto order = blocks;
       std::stable_sort(order.begin(), order.end(), [&](Block* one, Block* other) { return first(*one, *other); });
-      for (size_t attempt = 0; attempt < tries && (best.empty() || end_ > least); ++attempt) {
-        size_t end = place_in(order, period);
-        if (best.empty() || end < end_) {
-          end_ = end;
-          best.clear();
-          for (const Block* block : blocks)
-            best.push_back(block->offset);
+      size_t comparisons = 0;
+      do {
+        size_t chosen = place_below(end_, order, period, comparisons);
+        if (chosen == order.size()) {  // all of them: better than before
+          for (Block* block : blocks)
+            block->offset = block->next_offset;
+          chosen = std::max_element(order.begin(), order.end(), ends_lower) - order.begin();
+          end_ = order[chosen]->next_end();
         }
-        auto ends_lower = [](Block* one, Block* other) {
-          return one->offset + one->bytes < other->offset + other->bytes;
-        };
-        auto highest = std::max_element(order.begin(), order.end(), ends_lower);
-        std::rotate(order.begin(), highest, highest + 1);
-      }
+        std::rotate(order.begin(), order.begin() + chosen, order.begin() + chosen + 1);
+      } while (end_ > least && comparisons < MAX_COMPARISONS / (1 + lessons_));
     }
-    for (size_t index = 0; index < blocks.size(); ++index)
-      blocks[index]->offset = best[index];
   }
 
   static bool is_larger(const Block& one, const Block& other) {
@@ -260,28 +256,34 @@ class Layout {
     return room(one) > room(other);
   }
 
-  // Places the blocks in this order. Returns where the highest one ends.
-  static size_t place_in(const std::vector<Block*>& order, uint64_t period) {
-    size_t highest = 0;
+  static bool ends_lower(const Block* one, const Block* other) {
+    return one->next_end() < other->next_end();
+  }
+
+  // Places the blocks in this order, until one would not end below `limit`. Returns its position in the order, or how
+  // many blocks there are if all were placed.
+  static size_t place_below(size_t limit, const std::vector<Block*>& order, uint64_t period, size_t& comparisons) {
     std::vector<Block*> placed;  // by offset
     for (Block* block : order) {
+      comparisons += 1 + placed.size();
       size_t best = SIZE_MAX, end = 0;
       for (const Block* other : placed) {
         if (!overlap(*block, *other, period))
           continue;
-        if (other->offset > end && other->offset - end >= block->bytes && other->offset - end < best) {
-          best = other->offset - end;
-          block->offset = end;
+        if (other->next_offset > end && other->next_offset - end >= block->bytes && other->next_offset - end < best) {
+          best = other->next_offset - end;
+          block->next_offset = end;
         }
-        end = std::max(end, other->offset + other->bytes);
+        end = std::max(end, other->next_end());
       }
       if (best == SIZE_MAX)
-        block->offset = end;
-      highest = std::max(highest, block->offset + block->bytes);
-      auto by_offset = [](const Block* one, const Block* other) { return one->offset < other->offset; };
+        block->next_offset = end;
+      if (block->next_end() >= limit)
+        break;
+      auto by_offset = [](const Block* one, const Block* other) { return one->next_offset < other->next_offset; };
       placed.insert(std::upper_bound(placed.begin(), placed.end(), block, by_offset), block);
     }
-    return highest;
+    return placed.size();
   }
 
   // The most that is in use at a time: no layout ends below it.

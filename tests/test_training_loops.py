@@ -275,6 +275,37 @@ def test_a_saved_tensor_hook_that_copies_the_token_and_drops_it(inner: Any) -> N
     assert settled_statistics().slots_in_use == 0
 
 
+@torch.fx.wrap
+def to_bfloat16(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16) if x.dtype == torch.float32 else x
+
+
+@torch.fx.wrap
+def to_float32(x: Tensor) -> Tensor:
+    return x.to(torch.float32) if x.dtype == torch.bfloat16 else x
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_saved_tensor_hooks_that_become_part_of_the_graphs(inner: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They would get tokens, and a hook that leaves integers alone would do nothing."""
+    model, x = Tower(), torch.randn(8, 32)
+    pack, unpack = torch.fx.symbolic_trace(lambda x: to_bfloat16(x)), torch.fx.symbolic_trace(lambda x: to_float32(x))
+
+    def train(compiler: Any) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        model.zero_grad(set_to_none=True)
+        compiled = torch.compile(model, backend=compiler)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            loss = compiled(x)
+        loss.backward()
+        return gradients_of(model)
+
+    before = statistics()
+    assert_same_bits(train(inner), train(backend(everything(inner))))
+    assert statistics().since(before).offloads == 0
+    assert "nothing is moved" in caplog.text
+
+
 def test_inference_and_no_grad_offload_nothing() -> None:
     model, x = Tower(), torch.randn(8, 32)
     compiled = torch.compile(model, backend=backend(everything("inductor")))

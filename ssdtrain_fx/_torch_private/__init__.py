@@ -28,6 +28,7 @@ these versions.
 | ``_inductor.output_code.OutputCode.source_code`` | convolution nets: last bits differ |
 | ``_inductor.list_mode_options`` | ``mode=`` cannot be honoured |
 | ``meta["inductor_realize_to_strides"]`` | a recomputed tensor may get another layout |
+| ``_functorch._aot_autograd.utils``: ``top_saved_tensors_hooks``, ``..._are_inlineable`` | such hooks get tokens |
 | ``_functorch._aot_autograd.descriptors`` | graph logs lose labels; inputs of a graph stay in memory |
 | ``_dynamo.backends.common.aot_autograd`` | no ``inner="aot_eager"`` |
 | ``fx._lazy_graph_module._LazyGraphModule`` | planning takes a fifth longer |
@@ -83,6 +84,7 @@ __all__ = [
     "overwrites_saved_tensors",
     "reinterpret",
     "saved_descriptors",
+    "saved_tensor_hooks_are_inlined",
     "size_expression",
     "size_hint",
     "storage_key",
@@ -219,6 +221,15 @@ def overwrites_saved_tensors() -> bool:
     from torch._functorch import config
 
     return bool(cast(Any, config).donated_buffer)
+
+
+def saved_tensor_hooks_are_inlined() -> bool:
+    """Whether AOTAutograd inlines saved-tensor hooks into the graphs that a partitioner has returned: both hooks are
+    graph modules, and the step is compiled within them."""
+    from torch._functorch._aot_autograd import utils
+
+    hooks = cast(Any, utils)
+    return hooks.saved_tensors_hooks_are_inlineable(hooks.top_saved_tensors_hooks())
 
 
 _empty_strided_cpu = cast(Any, torch._C)._dynamo.guards._empty_strided_cpu

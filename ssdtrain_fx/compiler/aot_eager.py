@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from ssdtrain_fx import _torch_private
+from ssdtrain_fx.compiler.inlined_hooks import hooks_need_saved_tensors
 from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.passes.analysis.chains import find_activation_inputs
 from ssdtrain_fx.passes.graph.op_targets import RELEASE, RELOAD, WAIT, find
@@ -42,6 +43,8 @@ def compile_with_aot_eager(
 
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if hooks_need_saved_tensors():
+            return forward, backward
         hardware = config.load_hardware(device)
         step = offload_saved_tensors(
             forward,

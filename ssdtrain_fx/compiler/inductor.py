@@ -30,6 +30,7 @@ from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx._torch_private.inductor_fusion import fusing_as_planned
 from ssdtrain_fx.compiler.chunk_loss import LossChunking
 from ssdtrain_fx.compiler.dry_run import compile_to_zeros
+from ssdtrain_fx.compiler.inlined_hooks import hooks_need_saved_tensors
 from ssdtrain_fx.compiler.plain_step import PlainStep
 from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.function_names import display_name, stable_name
@@ -127,8 +128,12 @@ class OffloadPartitioner(private.CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        partition = self.inner or min_cut_rematerialization_partition
+        if hooks_need_saved_tensors():
+            if self.on_warning is not None:
+                self.on_warning()
+            return partition(gm, joint_inputs, **kwargs)
         budget = self.config.budget_of_plan(self.budget, self.hardware)
-
         plain: dict[fx.GraphModule, tuple[fx.GraphModule, fx.GraphModule]] = {}
 
         def make_plan(halves: tuple[fx.GraphModule, fx.GraphModule], config: OffloadConfig) -> OffloadedStep:
@@ -147,7 +152,6 @@ class OffloadPartitioner(private.CustomPartitionerFn):
             plain[step.forward] = halves
             return step
 
-        partition = self.inner or min_cut_rematerialization_partition
         step = self.chunking.plan(gm, joint_inputs, partition=partition, make_plan=make_plan, budget=budget, **kwargs)
         if step.warning:
             log.warning("%s", step.warning)

@@ -78,7 +78,10 @@ class PlainStep:
         while self._unrecorded:
             half = self._unrecorded.pop(0)
             outputs: Any = half.plain.graph.output_node().args[0]
-            inputs = self._inputs_of_backward(half.plain) if half.name == "backward" else half.example_inputs
+            if half.name == "backward":
+                inputs = self._inputs_of_backward(half.plain)
+            else:
+                inputs = [*_effect_tokens(half.plain, len(half.example_inputs)), *half.example_inputs]
             try:
                 strides = self._loops.record(half.plain, inputs, **half.keywords)
             except Exception:  # the step can be compiled without
@@ -104,6 +107,13 @@ class PlainStep:
                 value = value.as_strided(value.size(), stride)
             inputs.append(value)
         return inputs
+
+
+def _effect_tokens(forward: fx.GraphModule, input_count: int) -> list[Any]:
+    """The tokens that order ops with side effects. They come first, and AOTAutograd has removed them from the rewritten
+    graph."""
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    return [node.meta["val"] for node in placeholders[: len(placeholders) - input_count]]
 
 
 def _differ(one: Sequence[int | torch.SymInt], other: Sequence[int | torch.SymInt]) -> bool:

@@ -19,12 +19,14 @@ import torch.nn.functional as functional
 from mixed_precision import Mixed
 from steps import FAST_DISK, Autocast, small_model
 from torch import Tensor
+from torch._higher_order_ops.effects import _register_effectful_op  # pyright: ignore[reportPrivateUsage]
 from torch._inductor import metrics
 from torch._inductor.codecache import FxGraphCache
 from torch._inductor.codegen import cpp
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import fresh_cache as fresh_inductor_cache
+from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -443,6 +445,36 @@ def test_a_reloaded_tensor_gets_symbolic_strides() -> None:
     model, batches = Rescaled(), [(torch.randn(count, 3, size, size),) for count, size in ((2, 12), (3, 14))]
     of_plain = train(model, batches, "inductor", dynamic=True)
     assert_same_bits(train(model, batches, backend(config()), dynamic=True), of_plain)
+
+
+@torch.library.custom_op("ssdtrain_tests::noted_sine", mutates_args=())
+def noted_sine(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+noted_sine.register_fake(torch.empty_like)
+noted_sine.register_autograd(
+    lambda ctx, gradient: gradient * ctx.saved_tensors[0].cos(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+_register_effectful_op(torch.ops.ssdtrain_tests.noted_sine.default, EffectType.ORDERED)
+
+
+class Noted(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(noted_sine(super().forward(x).tanh())).log_softmax(-1).square().mean()
+
+
+def test_steps_with_side_effects_are_recorded(
+    choices_of_steps: list[LoopChoices], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A token goes from each op with a side effect to the next. AOTAutograd removes the tokens from the graphs that a
+    partitioner returns, but not from those that are kept for the recording."""
+    torch.manual_seed(0)
+    model, batches = Noted(32, 32), [(torch.randn(8, 32),)]
+    assert_same_bits(train(model, batches, backend(config())), train(model, batches, "inductor"))
+    assert not [record for record in caplog.records if record.name == plain_step.__name__]
+    assert choices_of_steps
 
 
 def test_steps_are_recorded_for_a_bundled_cache(caplog: pytest.LogCaptureFixture) -> None:

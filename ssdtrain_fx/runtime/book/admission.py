@@ -9,7 +9,8 @@ step. Unplanned stalls may therefore take at most a share of the time, which an 
     token dies returns what was predicted and planned but did not happen: the plan may have waited for another tensor
 
 A full balance covers any stall, and a long stall leaves a debt. A slow disk is therefore tried again from time to
-time, and the share holds in the long run even if predictions are wrong.
+time, and the share holds in the long run even if predictions are wrong. The exception are stalls longer than
+DEBT_LIMIT_S, such as those of a disk that hangs or of a process that is suspended: the rest of them is forgotten.
 
 The caller holds the engine's lock.
 """
@@ -21,6 +22,9 @@ from collections.abc import Callable
 
 BALANCE_LIMIT_S = 0.5
 """Small compared with the time in which it is saved up, large compared with a hiccup of a healthy disk. A guess."""
+DEBT_LIMIT_S = 5.0
+"""No tensor moves until a debt is repaid, which takes 1,000 s at the default ``max_slowdown``. To repay a minute would
+take hours, in which the memory that offloading saves may be missed. A guess."""
 MIN_STALL_SHARE = 0.001
 """For ``max_stall_share=0``: without any stall, a recovery of the disk would go unnoticed."""
 
@@ -41,7 +45,7 @@ class Admission:
     def charge(self, stall_s: float) -> None:
         """Deduct a stall from the balance; a negative ``stall_s`` returns a stall that did not happen."""
         if self._share is not None:
-            self._balance_s = min(BALANCE_LIMIT_S, self._balance() - stall_s)
+            self._balance_s = max(-DEBT_LIMIT_S, min(BALANCE_LIMIT_S, self._balance() - stall_s))
 
     def patience_s(self) -> float:
         """How long a release may wait now."""

@@ -16,7 +16,7 @@ from runtime_fakes import FakeCuda, MemoryFile, fetch, open_engine
 from torch import Tensor
 
 from ssdtrain_fx.memory_limit import MemoryLimit
-from ssdtrain_fx.runtime.book.admission import BALANCE_LIMIT_S, MIN_STALL_SHARE, Admission
+from ssdtrain_fx.runtime.book.admission import BALANCE_LIMIT_S, DEBT_LIMIT_S, MIN_STALL_SHARE, Admission
 from ssdtrain_fx.runtime.book.ledger import Ledger
 from ssdtrain_fx.runtime.book.records import Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import BUSY_BYTES, HALF_LIFE_BYTES, Direction, RateMeter, Traffic, Transfer
@@ -124,6 +124,15 @@ def test_a_full_balance_pays_for_anything_and_a_debt_is_repaid(clock: HandClock)
     assert admission.patience_s() == 0
     assert not admission.admits(0.0)  # nothing moves while the balance is negative: predictions were wrong
     clock.move(10 * BALANCE_LIMIT_S)
+    assert admission.admits(0.0)
+
+
+def test_a_stall_of_a_minute_does_not_stop_offloading_for_hours(clock: HandClock) -> None:
+    admission = Admission(0.1, clock)
+    admission.charge(60.0)
+    clock.move(DEBT_LIMIT_S / 0.1 - 1)
+    assert not admission.admits(0.0)
+    clock.move(2.0)
     assert admission.admits(0.0)
 
 

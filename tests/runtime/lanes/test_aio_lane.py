@@ -5,6 +5,7 @@ import errno
 import gc
 import logging
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,26 @@ def test_a_short_queue_loses_nothing(directory: str, file: MemoryFile, depth: in
             assert torch.equal(y, original)
         engine.wait_until_idle()
         assert engine.statistics().bytes_written == 5 * X.nbytes
+
+
+@pytest.mark.parametrize("opcode", [WRITE, READ])
+def test_what_has_ended_is_noticed_before_the_next_one_begins(directory: str, file: MemoryFile, opcode: int) -> None:
+    """Otherwise a disk that was idle in between would be measured as busy."""
+    gate = file.writes_may_go_on if opcode == WRITE else file.reads_may_go_on
+    with engine_on(file, directory, host_budget_bytes=1 << 16) as engine:
+
+        def begin(number: int) -> object:
+            return offload(engine, X.clone()) if opcode == WRITE else engine.reload(tokens[number], X.size())
+
+        tokens = [offload(engine, X.clone()) for _ in range(2)]
+        engine.wait_until_idle()
+        first = begin(0)
+        while file.aio.in_flight:
+            time.sleep(0.001)
+        gate.clear()
+        second = begin(1)
+        assert engine._ledger.counters.in_flight_bytes == X.nbytes
+        del first, second
 
 
 def test_a_refused_request_is_offered_again(directory: str, file: MemoryFile) -> None:

@@ -13,7 +13,7 @@ page::
 
     offload   source --io_submit--> file                                 while the kernel takes requests
               source ---copy---> staging buffer --io_submit--> file      small tensors, while there are buffers
-    any op    submits queued requests, reads first; collects answers if requests are queued or room is short
+    any op    submits queued requests, reads first
     release   continues until every byte of the tensor is written or copied
     reload    file --io_submit--> y
     wait      continues until every read into y has completed
@@ -29,9 +29,8 @@ Guarantees:
 * An exception within the bookkeeping, even KeyboardInterrupt, stops the engine; no thread waits forever. Memory is
   still held for as long as the kernel may use it.
 
-The next op that waits or needs space notices a transfer that has completed between two ops. It is not needed earlier,
-and where :mod:`ssdtrain_fx.runtime.lanes.aio.kernel` cannot read answers from memory, asking for them costs a system
-call.
+A transfer that has ended between two ops is noticed by the next op that begins one, waits, or needs space. If another
+one began first, the disk would seem to have been busy in between, and slower than it is.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ class AioLane(Lane):
         self._tensor_memory.release_idle()
 
     def enlist_copies(self, entry: Entry) -> None:
-        if self._has_backlog or not (entry.from_source or self.pool.available):
-            self._requests.reap()
+        self._requests.reap()
         if entry.lead_bytes or entry.trail_bytes:
             assert entry.source is not None
             self._set_edges_aside(entry, entry.source)
@@ -121,8 +119,7 @@ class AioLane(Lane):
 
     def enlist_reads(self, fill: Fill) -> None:
         self._ends.begin_fill(fill)
-        if self._has_backlog or fill.entry.busy > len(fill.entry.chunks):  # its write may have completed
-            self._requests.reap()
+        self._requests.reap()
         for chunk in fill.entry.chunks:
             self._read(fill, chunk)
         if self._requests.writes or self._copies:
@@ -159,11 +156,6 @@ class AioLane(Lane):
         self.pool.close()
         self.release_idle()
         return True
-
-    @property
-    def _has_backlog(self) -> bool:
-        """Whether collecting answers now could let a request begin, or a trace is recording when transfers end."""
-        return bool(self._copies or self._requests.has_backlog or self._ledger.trace is not None)
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 

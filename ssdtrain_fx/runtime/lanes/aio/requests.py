@@ -90,11 +90,6 @@ class Requests:
         """Whether further requests may be submitted."""
         return not self._closing and self._ledger.change.failure is None
 
-    @property
-    def has_backlog(self) -> bool:
-        """Whether collecting answers could let a request begin."""
-        return bool(self.reads or self.writes or len(self._in_flight) >= self._aio.depth // 2)
-
     def hurry(self, fill: Fill) -> None:
         """Move the reads of ``fill`` to the front of the queue."""
         self.reads = collections.deque(sorted(self.reads, key=lambda read: read.fill is not fill))

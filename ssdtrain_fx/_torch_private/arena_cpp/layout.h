@@ -105,8 +105,10 @@ class Layout {
   static constexpr size_t IN_USE_TOLERANCE = 64;
   static constexpr size_t HITS_PER_MISS = 4;
   static constexpr size_t MAX_UNKNOWN_STEPS = 4;
-  // Per first order. A step is delayed while its layout is found. Each time another layout is needed, less is tried.
+  // Per first order. A step is delayed while its layout is found, by some 0.5 s. Each time another layout is needed, less
+  // is tried. Of few blocks, all good orders are soon tried.
   static constexpr size_t MAX_COMPARISONS = 25'000'000;
+  static constexpr size_t COMPARISONS_PER_PAIR = 1000;
 
   struct Block {
     size_t bytes = 0;
@@ -224,6 +226,8 @@ class Layout {
     if (blocks.empty())
       return;
     const size_t least = most_in_use(blocks, period);
+    const size_t affordable = std::min(
+        MAX_COMPARISONS / (1 + lessons_), COMPARISONS_PER_PAIR * blocks.size() * blocks.size());
     end_ = SIZE_MAX;
     for (auto first : {&is_larger, &lives_longer, &has_more_room}) {
       auto order = blocks;
@@ -238,7 +242,7 @@ class Layout {
           end_ = order[chosen]->next_end();
         }
         std::rotate(order.begin(), order.begin() + chosen, order.begin() + chosen + 1);
-      } while (end_ > least && comparisons < MAX_COMPARISONS / (1 + lessons_));
+      } while (end_ > least && comparisons < affordable);
     }
   }
 

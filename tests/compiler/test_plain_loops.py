@@ -19,14 +19,13 @@ import torch.nn.functional as functional
 from mixed_precision import Mixed
 from steps import FAST_DISK, Autocast, small_model
 from torch import Tensor
-from torch._higher_order_ops.effects import _register_effectful_op  # pyright: ignore[reportPrivateUsage]
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op  # pyright: ignore[reportPrivateUsage]
 from torch._inductor import metrics
 from torch._inductor.codecache import FxGraphCache
 from torch._inductor.codegen import cpp
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import fresh_cache as fresh_inductor_cache
-from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -457,7 +456,7 @@ noted_sine.register_autograd(
     lambda ctx, gradient: gradient * ctx.saved_tensors[0].cos(),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
-_register_effectful_op(torch.ops.ssdtrain_tests.noted_sine.default, EffectType.ORDERED)
+_register_effectful_op(torch.ops.ssdtrain_tests.noted_sine.default, _EffectType.ORDERED)
 
 
 class Noted(torch.nn.Linear):

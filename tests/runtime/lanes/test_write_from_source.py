@@ -94,12 +94,12 @@ def test_the_kernel_is_asked_only_for_what_is_needed(file: MemoryFile, monkeypat
     with engine_on(file) as engine:
         tensors = [tensor_at(64, 3 * PAGE) for _ in range(3)]
         tokens = [engine.offload(x, "x") for x in tensors]
-        assert asked == 0
+        assert asked == 2, "once each, if there is something in flight"
         tokens = [engine.release(token, x) for token, x in zip(tokens, tensors, strict=True)]
-        asked_for_release, asked = asked, 0
+        asked_for_release, asked = asked - 2, 0
         assert asked_for_release > 0
         reloaded = [engine.reload(token, (3 * PAGE,), (1,), torch.uint8, torch.device("cpu")) for token in tokens]
-        assert asked == 0
+        assert asked == 2
         for y, token, x in zip(reloaded, tokens, tensors, strict=True):
             engine.wait(y, token)
             assert torch.equal(x, y)

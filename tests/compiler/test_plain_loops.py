@@ -662,7 +662,7 @@ def test_inductor_looks_up_a_step_by_the_digest_of_its_plain_step(monkeypatch: p
         return uuid(self)
 
     monkeypatch.setattr(KeepLayouts, "uuid", note)
-    with inductor_config.patch(force_disable_caches=False, fx_graph_cache=True):
+    with fresh_inductor_cache(), inductor_config.patch(force_disable_caches=False, fx_graph_cache=True):
         train(Mixed(64), [(torch.randn(16, 64), torch.randn(16, 64))], backend(config()))
     assert len(asked[-1]) == 64 and asked[-1] == asked[-2]  # for both halves
 

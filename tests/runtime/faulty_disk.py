@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import dataclasses
 import errno
+import math
 import os
 import sys
 import threading
@@ -32,6 +33,9 @@ from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.storage.spill_file import bytes_done
 
 CHUNK_BYTES = 4096
+PATIENCE_S = 2.0
+"""The ``io_timeout_s`` of all engines, unless they ask for less. A second passes at every look at the clock while the
+disk hangs."""
 
 LaneKind = Literal["aio", "source", "threads", "cuda", "kvikio"]
 """``source`` is native AIO without staging: tensors that contain a whole page are written directly."""
@@ -116,9 +120,9 @@ class FaultyDisk(GrowingBytes):
         return self.hanging.is_set() and not self.may_answer
 
     def clock(self) -> float:
-        """Stands still while the disk works. While it hangs, an hour passes at every call."""
+        """Stands still while the disk works. While it hangs, a second passes at every call."""
         if self.is_hanging:
-            self._now_s += 3600
+            self._now_s += 1
         return self._now_s
 
     def hang(self) -> None:
@@ -187,6 +191,7 @@ class FaultyDisk(GrowingBytes):
         assert self.kvikio.open_count == 0
 
     def open_engine(self, lane: LaneKind, config: EngineConfig, handles: Iterator[int] | None = None) -> Engine:
+        config = dataclasses.replace(config, io_timeout_s=min(PATIENCE_S, config.io_timeout_s or math.inf))
         file = FaultyFile(self, direct=lane in ("aio", "source"))
         common: dict[str, Any] = {"chunk_bytes": self.chunk_bytes, "clock": self.clock}
         if lane == "cuda":

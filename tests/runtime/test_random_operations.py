@@ -72,7 +72,7 @@ class Operations(RuleBasedStateMachine):
         if is_limited:
             self.engine._ledger.admission.charge(BALANCE_LIMIT_S)
             for meter in self.engine._ledger.traffic.meters:
-                meter.note(4096, 1.0, 1, busy=True)  # holds until a faster rate is measured
+                meter.note(4096, 1.0, busy=True)  # holds until a faster rate is measured
         self.workers = [self.resources.enter_context(ThreadPoolExecutor(1)) for _ in range(THREADS)]
         self.tokens: dict[int, Future[Tensor]] = {}
         self.values: dict[int, Tensor] = {}

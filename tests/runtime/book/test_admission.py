@@ -6,6 +6,7 @@ The tests move the clock, or the fake disk moves it with every transfer: nothing
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -160,33 +161,65 @@ def test_without_a_limit_everything_is_admitted(clock: HandClock) -> None:
 # -- rates -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_rate_is_that_of_the_disk_however_many_transfers_share_it() -> None:
-    """Two at a time, each 1000 bytes in 2 s: the disk takes 1000 bytes per second."""
+def test_a_rate_is_that_of_the_disk() -> None:
     meter = RateMeter()
     assert meter.bytes_per_s is None
     assert meter.s_per_byte == 0
-    meter.note(1000, 2.0, 2, busy=True)
+    meter.note(1000, 1.0, busy=True)
     assert meter.bytes_per_s == pytest.approx(1000)
     assert meter.s_per_byte == pytest.approx(0.001)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_however_many_transfers_share_the_disk_each_measures_its_rate(seed: int) -> None:
+    """The disk moves 1000 bytes per second, shared equally. Transfers begin and end at random."""
+    clock, chance = HandClock(), random.Random(seed)
+    traffic = Traffic(clock)
+    left: dict[Transfer, tuple[float, int]] = {}
+    for _ in range(100):
+        duration_s = chance.choice((0.0, 0.1, 1.0))
+        while left and duration_s > 0:
+            soonest = min(left, key=lambda transfer: left[transfer][0])
+            passed_s = min(duration_s, left[soonest][0] * len(left) / 1000)
+            clock.move(passed_s)
+            left = {one: (rest - passed_s * 1000 / len(left), length) for one, (rest, length) in left.items()}
+            duration_s -= passed_s
+            if left[soonest][0] <= 1e-9:
+                traffic.end(soonest, left.pop(soonest)[1], clock())
+                assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
+        length = chance.randrange(100, 2000)
+        left[traffic.begin(Direction.WRITE)] = (length, length)
+    assert traffic.meters[Direction.WRITE].bytes_per_s
+
+
+def test_a_read_within_a_write_is_noticed(clock: HandClock) -> None:
+    traffic = Traffic(clock)
+    write = traffic.begin(Direction.WRITE)
+    clock.move(1.0)
+    read = traffic.begin(Direction.READ)
+    clock.move(1.0)
+    traffic.end(read, 500, clock())
+    traffic.end(write, 1500, clock())
+    assert all(meter.bytes_per_s is None for meter in traffic.meters)
+
+
 def test_an_idle_disk_tells_only_that_it_is_at_least_so_fast() -> None:
     meter = RateMeter()
-    meter.note(1000, 1.0, 1, busy=False)
+    meter.note(1000, 1.0, busy=False)
     assert meter.bytes_per_s is None
-    meter.note(1000, 1.0, 2, busy=True)
-    meter.note(1000, 4.0, 1, busy=False)
+    meter.note(1000, 0.5, busy=True)
+    meter.note(1000, 4.0, busy=False)
     assert meter.bytes_per_s == pytest.approx(2000)
-    meter.note(2000, 0.5, 1, busy=False)
+    meter.note(2000, 0.5, busy=False)
     assert (meter.bytes_per_s or 0) > 2000
 
 
 def test_a_rate_follows_the_disk() -> None:
     meter = RateMeter()
     for _ in range(8):
-        meter.note(HALF_LIFE_BYTES, 1.0, 2, busy=True)
+        meter.note(HALF_LIFE_BYTES, 0.5, busy=True)
     for _ in range(8):
-        meter.note(HALF_LIFE_BYTES, 10.0, 2, busy=True)
+        meter.note(HALF_LIFE_BYTES, 5.0, busy=True)
     assert meter.bytes_per_s == pytest.approx(2 * HALF_LIFE_BYTES / 10, rel=0.01)
 
 
@@ -296,11 +329,34 @@ def test_while_both_queues_are_busy_they_tell_nothing(clock: HandClock) -> None:
     clock.move(4.0)
     writes.end(3)
     reads.end(2)
+    writes.begin(1000, 1000)
+    clock.move(0.1)  # the disk had served most of the two that were left
+    writes.end(2)
     assert writes.bytes_per_s is reads.bytes_per_s is None
     clock.move(2.0)
-    writes.end(2)  # since the reads have ended
+    writes.end(2)
     assert writes.bytes_per_s == pytest.approx(1000)
     assert reads.bytes_per_s is None
+
+
+def test_requests_that_began_before_the_disk_was_shared_again_tell_nothing(clock: HandClock) -> None:
+    """The two writes that were left count neither before the second read nor after it."""
+    writes = Queue(clock)
+    reads = Queue(clock, Direction.READ, writes.traffic)
+    writes.begin(1000, 1000, 1000)
+    for _ in range(2):
+        reads.begin(500)
+        clock.move(1.0)
+        reads.end(1)
+        clock.move(0.1)
+        writes.end(1)
+    clock.move(0.1)
+    writes.end(1)
+    assert writes.bytes_per_s is None
+    writes.begin(1000, 1000)
+    clock.move(2.0)
+    writes.end(2)
+    assert writes.bytes_per_s == pytest.approx(1000)
 
 
 def test_an_end_that_was_noticed_late_can_only_make_the_disk_faster(clock: HandClock) -> None:
@@ -574,8 +630,8 @@ def test_what_the_plan_waits_for_is_admitted_step_after_step(file: SlowFile, mon
 def observe(engine: Engine, *, write_s: float = 0.0, read_s: float = 0.0) -> None:
     """As if the disk had been measured to take that long for a chunk."""
     meters = engine._ledger.traffic.meters
-    meters[Direction.WRITE].note(CHUNK_BYTES, write_s, 1, busy=True)
-    meters[Direction.READ].note(CHUNK_BYTES, read_s, 1, busy=True)
+    meters[Direction.WRITE].note(CHUNK_BYTES, write_s, busy=True)
+    meters[Direction.READ].note(CHUNK_BYTES, read_s, busy=True)
 
 
 def test_a_disk_slower_than_planned_is_not_given_more_than_the_allowance(file: SlowFile) -> None:
@@ -655,7 +711,7 @@ def test_the_threads_time_their_transfers(clock: HandClock) -> None:
 def test_without_a_limit_everything_is_moved(file: SlowFile, max_stall_share: float | None) -> None:
     with engine_on(file, max_stall_share=max_stall_share) as engine:
         spend_all(engine) if max_stall_share is not None else None
-        engine._ledger.traffic.meters[Direction.WRITE].note(1, 1e6, 1, busy=True)
+        engine._ledger.traffic.meters[Direction.WRITE].note(1, 1e6, busy=True)
         x = X.clone()
         token = engine.release(engine.offload(x, "x", out_s=0.0, back_s=0.0), x)
         engine.wait_until_idle()

@@ -175,7 +175,7 @@ def the_plan_refuses_a_tensor(engine: Engine, disk: FaultyDisk) -> None:
     """It never gets chunks."""
     engine._ledger.admission.charge(BALANCE_LIMIT_S)
     for meter in engine._ledger.traffic.meters:
-        meter.note(4096, 1.0, 1, busy=True)
+        meter.note(4096, 1.0, busy=True)
     token = offload(engine, value(), exclusive=True, out_s=0.0, back_s=0.0)
     look(engine)
     del token

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_fakes import FakeAio, MemoryFile, engine_on, fetch, no_aio, offload
+from runtime_fakes import FakeAio, MemoryFile, engine_on, fetch, no_aio, offload, open_engine
+from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.lanes.aio import requests
 from ssdtrain_fx.runtime.lanes.aio.aio_lane import AioLane
 from ssdtrain_fx.runtime.lanes.aio.kernel import READ, WRITE
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
@@ -117,6 +119,33 @@ def test_a_refused_request_is_offered_again(directory: str, file: MemoryFile) ->
         statistics = engine.statistics()
         assert (statistics.bytes_written, statistics.kept) == (2 * X.nbytes, 0)
         for token in (first, second):
+            assert torch.equal(fetch(engine, token, X), X)
+
+
+@pytest.mark.parametrize(("blocked_s", "in_flight"), [(0.1, 2), (0.0009, 3)])
+def test_no_more_is_submitted_than_the_block_device_queues(
+    file: MemoryFile, monkeypatch: pytest.MonkeyPatch, blocked_s: float, in_flight: int
+) -> None:
+    """The third of three requests blocks the caller. From then on, two at a time are submitted."""
+    monkeypatch.setattr(requests, "MIN_CAPACITY_BYTES", 8192)
+    now_s = [0.0]
+    with open_engine(file, EngineConfig(ssd_dir="/tmp", host_budget_bytes=1 << 16), lambda: now_s[0]) as engine:
+        submit = file.aio.submit
+
+        def submit_or_block(*arguments: int) -> bool:
+            if file.aio.in_flight >= 2:
+                now_s[0] += blocked_s
+            return submit(*arguments)
+
+        monkeypatch.setattr(file.aio, "submit", submit_or_block)
+        tokens: list[Tensor] = []
+        for count in (3, in_flight):
+            file.writes_may_go_on.clear()
+            tokens += [offload(engine, X.clone())]
+            assert file.aio.in_flight == count
+            file.writes_may_go_on.set()
+            engine.wait_until_idle()
+        for token in tokens:
             assert torch.equal(fetch(engine, token, X), X)
 
 

@@ -111,7 +111,7 @@ def test_a_write_that_is_over_holds_nothing_up(file: MemoryFile) -> None:
     with engine_on(file, max_stall_share=0.1) as engine:
         x, y = tensor_at(0, 2 * PAGE), tensor_at(0, 2 * PAGE)
         tokens = [engine.offload(x, "x", out_s=1.5, back_s=9.0)]
-        engine._ledger.traffic.meters[Direction.WRITE].note(2 * PAGE, 1.0, 1, busy=True)
+        engine._ledger.traffic.meters[Direction.WRITE].note(2 * PAGE, 1.0, busy=True)
         engine._ledger.admission.charge(BALANCE_LIMIT_S)
         while file.aio.in_flight:
             time.sleep(0.001)
@@ -289,7 +289,7 @@ def test_a_disk_that_hangs(checksum: bool) -> None:
     disk = FaultyDisk(Fault("write", 0, Hang()))
     x = tensor_at(100, 4 * PAGE)
     original = x.clone()
-    with disk.engine("source", "/tmp", io_timeout_s=60.0, checksum=checksum) as engine:
+    with disk.engine("source", "/tmp", checksum=checksum) as engine:
         token = engine.offload(x, "gelu_3")
         with pytest.raises(StalledDiskError, match="'gelu_3'"):
             engine.release(token, x)

@@ -284,7 +284,7 @@ def test_admission_knows_the_host_tier(start: Open, file: MemoryFile) -> None:
     engine.wait_until_idle()
     engine._ledger.admission.charge(BALANCE_LIMIT_S)
     for direction in Direction:
-        engine._ledger.traffic.meters[direction].note(CHUNK_BYTES, 1.0, 1, busy=True)
+        engine._ledger.traffic.meters[direction].note(CHUNK_BYTES, 1.0, busy=True)
     costly = [(3, {"out_s": 0.5}), (1, {"out_s": 9.0, "back_s": 0.5})]
     for count, (chunks, plan) in enumerate(costly, 1):
         tokens.append(leave(engine, 1 + count, chunks, **plan))

@@ -8,6 +8,8 @@ Guarantees:
   returns to the pool.
 * One thread at a time takes answers from the kernel, and may block for them without the ledger's lock; other threads
   wait for it. With two, 1. A blocks for an answer, 2. B takes the answer A is blocked for, 3. A blocks forever.
+* After the kernel has blocked the caller because the queue of the block device was full, the kernel is given no more
+  bytes at a time than were in flight then. What has no room waits here, as it does for a context that is full.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import collections
 import ctypes
 import errno
 import itertools
+import math
 import os
 import threading
 import time
@@ -35,6 +38,13 @@ from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Patience
 from ssdtrain_fx.runtime.shield import finishes_within
 from ssdtrain_fx.runtime.storage.spill_file import bytes_done
 
+BLOCKED_S = 0.001
+BLOCKED_BYTES_PER_S = 4e9
+"""The kernel takes a request of n bytes in less than ``BLOCKED_S + n / BLOCKED_BYTES_PER_S``, without huge pages too,
+unless the queue of the block device is full. Then ``io_submit`` blocks until the disk has served as many bytes."""
+MIN_CAPACITY_BYTES = 64 << 20
+"""The queue of a block device holds more: 128 requests or more of 512 KiB or more, by default. With fewer bytes in
+flight, something else has blocked."""
 KERNEL_S = 10.0
 """How long ``close`` waits for the kernel after a failure."""
 
@@ -74,6 +84,9 @@ class Requests:
         self._pool = pool
         self._checksum = checksum
         self._in_flight: dict[int, Request] = {}
+        self._in_flight_bytes = 0
+        self._capacity_bytes = math.inf
+        """Of the queue of the block device."""
         self._answers: collections.deque[tuple[int, int]] = collections.deque()
         """Answers of the kernel whose requests have not been ended."""
         self._cookies = itertools.count(1)
@@ -115,7 +128,7 @@ class Requests:
     def _start(self, request: Request) -> bool:
         """Submit ``request``, or drop it if it is no longer needed. Returns False if there is no room now."""
         aio, ledger, in_flight = self._aio, self._ledger, self._in_flight
-        if len(in_flight) >= aio.depth:
+        if len(in_flight) >= aio.depth or self._in_flight_bytes >= self._capacity_bytes:
             return False
         chunk, done, is_write = request.chunk, request.done, request.fill is None
         entry = chunk.entry
@@ -129,6 +142,7 @@ class Requests:
             request.began_ns = request.began_ns or time.perf_counter_ns()
             descriptor, offset = ledger.file.locate(request.offset + done)
             length = request.total - done
+            start_s = ledger.traffic.clock()
             try:
                 accepted = aio.submit(request.opcode, descriptor, request.address + done, length, offset, cookie)
             except OSError as submit_error:
@@ -136,7 +150,8 @@ class Requests:
             if accepted:
                 if is_write:
                     chunk.state = ChunkState.WRITING
-                request.timed = ledger.traffic.begin(Direction.WRITE if is_write else Direction.READ, length)
+                request.timed = ledger.traffic.begin(Direction.WRITE if is_write else Direction.READ, length, start_s)
+                self._note_submitted(length, ledger.traffic.clock() - start_s)
                 return True
             del in_flight[cookie]
             if error is None:
@@ -145,6 +160,12 @@ class Requests:
                 error = OSError(errno.EAGAIN, "the kernel accepts no request although none is in flight")
         self._finish(request, error)
         return True
+
+    def _note_submitted(self, length: int, taken_s: float) -> None:
+        before_bytes = self._in_flight_bytes
+        self._in_flight_bytes += length
+        if before_bytes >= MIN_CAPACITY_BYTES and taken_s > BLOCKED_S + length / BLOCKED_BYTES_PER_S:
+            self._capacity_bytes = before_bytes
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -200,8 +221,10 @@ class Requests:
                 continue
             timed, request.timed = request.timed, None
             assert timed is not None
+            length = request.total - request.done
+            self._in_flight_bytes -= length
             ledger.traffic.end(timed, max(0, result), now_s)
-            if result == request.total - request.done:
+            if result == length:
                 self._finish(request, None)
             else:
                 self._retry(request, result)

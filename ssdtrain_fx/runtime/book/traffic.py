@@ -148,8 +148,7 @@ class Traffic:
             period.is_disturbed |= length_bytes != queued_bytes
             if period.unsettled_bytes > 0:
                 period.unsettled_bytes -= queued_bytes
-                if period.unsettled_bytes <= 0:
-                    period.start_s = end_s
+                period.start_s = end_s
             else:
                 period.ended_bytes += length_bytes
                 period.count += 1

@@ -192,6 +192,37 @@ def test_however_many_transfers_share_the_disk_each_measures_its_rate(seed: int)
     assert traffic.meters[Direction.WRITE].bytes_per_s
 
 
+def test_an_end_that_a_thread_reports_late_changes_nothing_for_the_others(clock: HandClock) -> None:
+    """The first of two ends before the second one begins, but reports it afterwards."""
+    traffic = Traffic(clock)
+    first = traffic.begin(Direction.WRITE)
+    clock.move(2.0)
+    second = traffic.begin(Direction.WRITE)
+    traffic.end(first, 0, clock() - 1.0)
+    clock.move(1.0)
+    traffic.end(second, 1000, clock())
+    assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_transfer_that_was_alone_for_a_while_did_not_keep_the_disk_busy(clock: HandClock, ended: int) -> None:
+    """It takes two. The first one began alone, the second one ended alone."""
+    traffic = Traffic(clock)
+    both: list[Transfer] = []
+    for _ in range(2):
+        both.append(traffic.begin(Direction.WRITE))
+        clock.move(1.0)
+    traffic.end(both[0], 1000 * (ended == 0), clock(), busy_with=2)
+    clock.move(1.0)
+    traffic.end(both[1], 1000 * (ended == 1), clock(), busy_with=2)
+    assert traffic.meters[Direction.WRITE].bytes_per_s is None
+    for _ in range(2):
+        both.append(traffic.begin(Direction.WRITE))
+    clock.move(1.0)
+    traffic.end(both[3], 500, clock(), busy_with=2)
+    assert traffic.meters[Direction.WRITE].bytes_per_s == pytest.approx(1000)
+
+
 def test_a_read_within_a_write_is_noticed(clock: HandClock) -> None:
     traffic = Traffic(clock)
     write = traffic.begin(Direction.WRITE)

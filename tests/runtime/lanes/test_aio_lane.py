@@ -127,7 +127,7 @@ def test_no_more_is_submitted_than_the_block_device_queues(
     file: MemoryFile, monkeypatch: pytest.MonkeyPatch, blocked_s: float, in_flight: int
 ) -> None:
     """The third of three requests blocks the caller. From then on, two at a time are submitted."""
-    monkeypatch.setattr(requests, "MIN_CAPACITY_BYTES", 8192)
+    monkeypatch.setattr(requests, "MIN_CAPACITY_BYTES", 4096)
     now_s = [0.0]
     with open_engine(file, EngineConfig(ssd_dir="/tmp", host_budget_bytes=1 << 16), lambda: now_s[0]) as engine:
         submit = file.aio.submit
@@ -147,6 +147,25 @@ def test_no_more_is_submitted_than_the_block_device_queues(
             engine.wait_until_idle()
         for token in tokens:
             assert torch.equal(fetch(engine, token, X), X)
+
+
+def test_a_request_begins_before_the_kernel_has_taken_it(file: MemoryFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To take each of three requests of 4096 bytes, the kernel needs a second, and the disk moves them meanwhile."""
+    now_s = [0.0]
+    with open_engine(file, EngineConfig(ssd_dir="/tmp", host_budget_bytes=1 << 16), lambda: now_s[0]) as engine:
+        submit = file.aio.submit
+
+        def submit_slowly(*arguments: int) -> bool:
+            now_s[0] += 1.0
+            return submit(*arguments)
+
+        monkeypatch.setattr(file.aio, "submit", submit_slowly)
+        file.writes_may_go_on.clear()
+        token = engine.offload(X, "x")
+        file.writes_may_go_on.set()
+        engine.wait_until_idle()
+        assert engine.statistics().write_bytes_per_s == pytest.approx(4096)
+        del token
 
 
 def test_refused_with_nothing_under_way_is_an_error_not_a_wait(directory: str, file: MemoryFile) -> None:

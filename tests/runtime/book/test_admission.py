@@ -9,6 +9,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch import Tensor
 from ssdtrain_fx.memory_limit import MemoryLimit
 from ssdtrain_fx.runtime.book.admission import BALANCE_LIMIT_S, DEBT_LIMIT_S, MIN_STALL_SHARE, Admission
 from ssdtrain_fx.runtime.book.ledger import Ledger
-from ssdtrain_fx.runtime.book.records import Entry, Fill
+from ssdtrain_fx.runtime.book.records import Ahead, Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import BUSY_BYTES, HALF_LIFE_BYTES, Direction, RateMeter, Traffic, Transfer
 from ssdtrain_fx.runtime.book.upkeep import KEPT_WINDOW
 from ssdtrain_fx.runtime.config import EngineConfig
@@ -623,6 +624,35 @@ def test_with_nothing_to_spend_a_release_waits_as_long_as_planned(
     lane: Any = LaneThatTakesASecond(clock, entry, Fill(entry, X.clone(), None, None))
     Stalls(ledger, None, clock, Room(lambda: None, clock), lambda: "").wait_until_copied(lambda _: lane, entry, [entry])
     assert entry.stays == stays
+
+
+def test_a_release_waits_for_a_tensor_that_is_being_read_ahead(clock: HandClock) -> None:
+    """With nothing to spend: it could not stay in memory, because a reload has begun."""
+    ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
+    ledger.admission.charge(ledger.admission.patience_s())
+    entry = Entry(X, "x", X, X.nbytes, None)
+    fill = Fill(entry, X.clone(), None, None)
+    entry.uncopied, entry.ahead = 3, Ahead(X, fill, None)
+    lane: Any = LaneThatTakesASecond(clock, entry, fill)
+    Stalls(ledger, None, clock, Room(lambda: None, clock), lambda: "").wait_until_copied(lambda _: lane, entry, [entry])
+    assert (entry.stays, entry.uncopied) == (False, 0)
+
+
+@pytest.mark.parametrize(("from_source", "expected_s"), [(False, 3 + 2 + 4 - 1), (True, 3 + 2 + 4)])
+def test_the_predicted_stall_is_that_of_all_bytes_that_have_to_leave_before(
+    clock: HandClock, from_source: bool, expected_s: int
+) -> None:
+    """Three chunks, after two that are to be written and four of the host tier. One fits into staging, if it is used."""
+    ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
+    ledger.traffic.meters[Direction.WRITE].note(CHUNK_BYTES, 1.0, busy=True)
+    ledger.counters.unwritten_bytes, ledger.counters.held_bytes = 2 * CHUNK_BYTES, 4 * CHUNK_BYTES
+    entry = Entry(X, "x", X, X.nbytes, None)
+    entry.from_source = from_source
+    lane: Any = SimpleNamespace(staging_bytes=CHUNK_BYTES)
+    stalls = Stalls(ledger, None, clock, Room(lambda: None, clock), lambda: "")
+    assert stalls.predict_s(lane, entry, 0.0, None) == pytest.approx(expected_s)
+    assert stalls.predict_s(lane, entry, 1.5, None) == pytest.approx(expected_s - 1.5)
+    assert stalls.predict_s(lane, entry, 9.5, None) == 0
 
 
 def test_what_the_plan_waits_for_is_admitted_step_after_step(file: SlowFile, monkeypatch: pytest.MonkeyPatch) -> None:

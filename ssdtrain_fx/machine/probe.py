@@ -170,7 +170,7 @@ def _faster(one: Hardware, other: Hardware) -> Hardware:
         return {key: max(first[key], second[key]) for key in first}
 
     def channel(name: str) -> Channel:
-        return max(getattr(one, name), getattr(other, name), key=lambda channel: channel.bytes_per_s)
+        return min(getattr(one, name), getattr(other, name), key=_tensor_s)
 
     def shorter(name: str) -> float | None:
         found = [value for value in (getattr(one, name), getattr(other, name)) if value is not None]
@@ -183,8 +183,16 @@ def _faster(one: Hardware, other: Hardware) -> Hardware:
         **{name: shorter(name) for name in _TIMES},
         memory_bytes_per_s=max(one.memory_bytes_per_s, other.memory_bytes_per_s),
         # A rate together with the share of it that was seen beside: the best of both may not go together.
-        share_when_both=max(one, other, key=lambda seen: seen.write.bytes_per_s).share_when_both,
+        share_when_both=min(one, other, key=lambda seen: _tensor_s(seen.write)).share_when_both,
     )
+
+
+def _tensor_s(channel: Channel) -> float:
+    """What a tensor of common size takes.
+
+    The rate alone is too high if a smaller transfer was disturbed: the fitted line then begins later and rises less.
+    """
+    return channel.transfer_s(8 << 20)
 
 
 _TIMES = ("kernel_s", "offload_s", "reload_s", "next_offload_s", "next_reload_s")

@@ -269,6 +269,27 @@ def test_what_was_measured_beside_other_programs_is_measured_again_and_the_faste
     assert "Other programs use 1.0 of 2 processors: the machine is busy" in caplog.text
 
 
+def test_a_disturbed_small_transfer_does_not_make_the_disk_faster(
+    ssd_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 MiB in 8 ms, and a small transfer that took 6 ms instead of 1 in the second measurement."""
+    monkeypatch.setattr(probe.OtherLoad, "describe", lambda _: "Other programs use 1.0 of 2 processors")
+    undisturbed, disturbed = (
+        fit_channel((1 << 20, small_s), (8 << 20, large_s)) for small_s, large_s in ((1e-3, 8e-3), (6e-3, 8.1e-3))
+    )
+    assert disturbed.bytes_per_s > 3 * undisturbed.bytes_per_s
+    shares = {undisturbed: 0.9, disturbed: 0.5}
+    for order in ((undisturbed, disturbed, disturbed), (disturbed, undisturbed, disturbed)):
+        found = iter(
+            dataclasses.replace(HARDWARE, write=channel, read=channel, share_when_both=shares[channel])
+            for channel in order
+        )
+        monkeypatch.setattr(probe, "measure_hardware", lambda *_, found=found, **__: next(found))
+        hardware = probe.probe_and_store("cpu", ssd_dir).hardware
+        assert hardware.write == hardware.read == undisturbed
+        assert hardware.share_when_both == 0.9
+
+
 @pytest.mark.parametrize(
     ("busy_ticks", "steal_ticks", "own_s", "threads", "expected"),
     [

@@ -642,7 +642,7 @@ def test_a_release_waits_for_a_tensor_that_is_being_read_ahead(clock: HandClock)
 def test_the_predicted_stall_is_that_of_all_bytes_that_have_to_leave_before(
     clock: HandClock, from_source: bool, expected_s: int
 ) -> None:
-    """Three chunks, after two that are to be written and four of the host tier. One fits into staging, if it is used."""
+    """Three chunks, after two to be written and four of the host tier. One fits into staging, if that is used."""
     ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
     ledger.traffic.meters[Direction.WRITE].note(CHUNK_BYTES, 1.0, busy=True)
     ledger.counters.unwritten_bytes, ledger.counters.held_bytes = 2 * CHUNK_BYTES, 4 * CHUNK_BYTES

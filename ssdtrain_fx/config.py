@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
-import torch
-
+from ssdtrain_fx.accelerators import find_accelerator
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.function_names import cache_name
 from ssdtrain_fx.hardware import Hardware
@@ -312,8 +311,8 @@ class OffloadConfig:
             return None
         if self.memory_budget_bytes != "auto":
             return StepBudget(size_bytes=self.memory_budget_bytes)
-        on_gpu = [value.device for value in example_inputs if isinstance(value, torch.Tensor) and value.is_cuda]
-        limit = read_device_memory(on_gpu[0]) if on_gpu else read_memory_limit(ranks=self._ranks)
+        accelerator = find_accelerator(example_inputs)
+        limit = read_memory_limit(ranks=self._ranks) if accelerator is None else read_device_memory(accelerator)
         if limit is None:
             raise ConfigError(
                 "Option 'memory_budget_bytes' of backend 'ssdtrain' is 'auto', but the system shows no limit: there is "
@@ -337,7 +336,7 @@ class OffloadConfig:
         return self._own_host_budget_bytes or hardware.staging_bytes or CPU_BUDGET_BYTES * drive_count
 
     def load_call_times(self, device: str) -> CallTimes | None:
-        """The measured times of ops on ``device`` (``cpu`` or ``cuda``); None with ``costs="roofline"``.
+        """The measured times of ops on ``device``, such as ``cpu`` or ``cuda``; None with ``costs="roofline"``.
 
         Raises:
             ConfigError: there is no such device here.
@@ -393,9 +392,9 @@ class OffloadConfig:
 
 
 def device_of(example_inputs: Sequence[Any]) -> str:
-    """The device that a graph with these inputs is planned for: ``cuda`` if any of them is on a GPU, else ``cpu``."""
-    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-    return "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"
+    """The kind of device that a graph with these inputs is planned for: ``cpu`` if none is on an accelerator."""
+    accelerator = find_accelerator(example_inputs)
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def _strings(ssd_dir: str | Path | Sequence[str | Path] | None) -> str | tuple[str, ...] | None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ssdtrain_fx.accelerators import device_functions
 from ssdtrain_fx.units import format_bytes
 
 UNLIMITED_BYTES = 1 << 62
@@ -73,10 +74,14 @@ def read_memory_limit(
     return min(found, key=lambda limit: limit.left_bytes, default=None)
 
 
-def read_device_memory(device: torch.device, cuda: Any = torch.cuda) -> MemoryLimit:
-    """The memory of a GPU. Memory that torch's allocator holds and can use again is not counted as used."""
-    free_bytes, total_bytes = cuda.mem_get_info(device)
-    reusable_bytes = cuda.memory_reserved(device) - cuda.memory_allocated(device)
+def read_device_memory(device: torch.device, functions: Any = None) -> MemoryLimit:
+    """The memory of an accelerator. Memory that torch's allocator holds and can use again is not counted as used.
+
+    ``functions`` replaces those of the device.
+    """
+    functions = functions or device_functions(device.type)
+    free_bytes, total_bytes = functions.mem_get_info(device)
+    reusable_bytes = functions.memory_reserved(device) - functions.memory_allocated(device)
     return MemoryLimit(
         limit_bytes=total_bytes,
         used_bytes=max(0, total_bytes - free_bytes - reusable_bytes),

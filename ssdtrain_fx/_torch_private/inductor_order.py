@@ -25,6 +25,8 @@ from torch._inductor import config, ir, memory
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
+from ssdtrain_fx.accelerators import find_accelerator
+
 __all__ = [
     "PinnedOrder",
     "PlacedOrder",
@@ -88,7 +90,7 @@ def order_of_graph() -> PinnedOrder | PlacedOrder:
 def _is_on_gpu(graph: fx.Graph) -> bool:
     """Whether Triton computes, and Inductor orders its kernels."""
     values = [node.meta.get("val") for node in graph.nodes if node.op in ("placeholder", "call_function")]
-    return config.reorder_for_peak_memory and any(isinstance(x, torch.Tensor) and x.is_cuda for x in values)
+    return config.reorder_for_peak_memory and find_accelerator(values) is not None
 
 
 def are_placed() -> bool:

@@ -32,7 +32,7 @@ from ssdtrain_fx.doctor import probes as doctor_probes
 from ssdtrain_fx.machine.profile_store import profile_directory, profile_key, profile_path, read_profile, was_disturbed
 from ssdtrain_fx.machine.system import cpu_model
 from ssdtrain_fx.runtime.lanes.aio.kernel import QUEUE_DEPTH
-from ssdtrain_fx.runtime.memory.staging import CUDA_BUDGET_BYTES
+from ssdtrain_fx.runtime.memory.staging import PINNED_BUDGET_BYTES
 from ssdtrain_fx.runtime.storage.directory import DIRECTORY_VARIABLE, MEMORY_FILE_SYSTEMS, is_network_file_system
 from ssdtrain_fx.units import format_bytes
 
@@ -296,8 +296,8 @@ def check_locked_memory(limit_bytes: int, driver: Answer) -> Finding:
     if limit_bytes == resource.RLIM_INFINITY:
         return Finding(name="locked memory", status="ok", found="unlimited")
     found = f"at most {format_bytes(limit_bytes)} (ulimit -l)"
-    if driver.get("gpus") and limit_bytes < CUDA_BUDGET_BYTES:
-        advice = f"staging pins up to {format_bytes(CUDA_BUDGET_BYTES)}: raise ulimit -l, or lower host_budget_bytes"
+    if driver.get("gpus") and limit_bytes < PINNED_BUDGET_BYTES:
+        advice = f"staging pins up to {format_bytes(PINNED_BUDGET_BYTES)}: raise ulimit -l, or lower host_budget_bytes"
         return Finding(name="locked memory", status="warning", found=found, advice=advice)
     return Finding(name="locked memory", status="ok", found=found)
 

@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ssdtrain_fx.accelerators import device_functions, is_accelerator
 from ssdtrain_fx.machine.clocks import Clock, clock_of
 from ssdtrain_fx.machine.probe_kernels import BUSY_KERNEL_S
 from ssdtrain_fx.passes.analysis.node_calls import Call, Seconds, TensorLayout
@@ -49,33 +50,34 @@ _RANDOM_BYTES = 1 << 22
 ClockFor = Callable[[torch.device], Clock]
 
 
-def run_calls(calls: Sequence[Call], clock_for: ClockFor = clock_of, cuda: Any = torch.cuda) -> list[Seconds]:
+def run_calls(calls: Sequence[Call], clock_for: ClockFor = clock_of, functions: Any = None) -> list[Seconds]:
     """Seconds of each call, or the error message of a call that cannot run."""
     with ThreadPoolExecutor(1) as pool:  # modes are per thread: under the FakeTensorMode of a trace no op runs
-        return pool.submit(_run_calls, calls, clock_for, cuda).result()
+        return pool.submit(_run_calls, calls, clock_for, functions).result()
 
 
-def _run_calls(calls: Sequence[Call], clock_for: ClockFor, cuda: Any) -> list[Seconds]:
+def _run_calls(calls: Sequence[Call], clock_for: ClockFor, functions: Any) -> list[Seconds]:
     torch.get_num_threads()  # initializes the number of threads here; else a product would use one per core
     with torch.no_grad():
-        seconds = [_run_call(call, clock_for, cuda) for call in calls]
+        seconds = [_run_call(call, clock_for, functions) for call in calls]
         for _ in range(ROUNDS - 1):
             for at, call in enumerate(calls):
                 before = seconds[at]
                 if isinstance(before, float) and before < LONG_S:
-                    again = _run_call(call, clock_for, cuda)
+                    again = _run_call(call, clock_for, functions)
                     seconds[at] = min(before, again) if isinstance(again, float) else before
-        devices = {call.device.type for call in calls}
-        if "cpu" in devices:
+        devices = {call.device for call in calls}
+        if torch.device("cpu") in devices:
             _warn_if_busy(clock_for(torch.device("cpu")))
-        if "cuda" in devices:
-            cuda.empty_cache()  # training needs blocks of other sizes than those freed here
+        for device_type in {device.type for device in devices if is_accelerator(device)}:
+            # Training needs blocks of other sizes than those freed here.
+            (functions or device_functions(device_type)).empty_cache()
     return seconds
 
 
-def _run_call(call: Call, clock_for: ClockFor, cuda: Any) -> Seconds:
+def _run_call(call: Call, clock_for: ClockFor, functions: Any) -> Seconds:
     try:
-        with _on_device(call.device, cuda):
+        with _on_device(call.device, functions):
             return time_call(call, clock_for(call.device))
     except Exception as error:  # an op may raise anything for made-up arguments
         lines = str(error).strip().splitlines() or [""]
@@ -83,18 +85,19 @@ def _run_call(call: Call, clock_for: ClockFor, cuda: Any) -> Seconds:
 
 
 @contextlib.contextmanager
-def _on_device(device: torch.device, cuda: Any) -> Generator[None]:
+def _on_device(device: torch.device, functions: Any) -> Generator[None]:
     """Make ``device`` the current one. Afterwards, the state of the global random generators is as before."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         with torch.random.fork_rng(devices=[]):
             yield
         return
-    with cuda.device(device), torch.random.fork_rng(devices=[]):
-        state = cuda.get_rng_state(device)
+    functions = functions or device_functions(device.type)
+    with functions.device(device), torch.random.fork_rng(devices=[]):
+        state = functions.get_rng_state(device)
         try:
             yield
         finally:
-            cuda.set_rng_state(state, device)
+            functions.set_rng_state(state, device)
 
 
 def time_call(call: Call, clock: Clock) -> float:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ssdtrain_fx.accelerators import device_functions, is_accelerator
+
 
 class Clock(Protocol):
     """Times how long the device works on a call."""
@@ -24,14 +26,15 @@ class CpuClock:
         return time.perf_counter() - start_s
 
 
-class CudaClock:
+class DeviceClock:
     """Times a call between two events on the current stream, so that earlier work does not count."""
 
-    def __init__(self, cuda: Any = torch.cuda) -> None:
-        self._cuda = cuda
+    def __init__(self, functions: Any) -> None:
+        """``functions`` is ``torch.cuda`` or an object with the same functions."""
+        self._functions = functions
 
     def seconds(self, call: Callable[[], object]) -> float:
-        before, after = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        before, after = (self._functions.Event(enable_timing=True) for _ in range(2))
         before.record()
         call()
         after.record()
@@ -39,5 +42,8 @@ class CudaClock:
         return before.elapsed_time(after) / 1e3
 
 
-def clock_of(device: torch.device, cuda: Any = torch.cuda) -> Clock:
-    return CudaClock(cuda) if device.type == "cuda" else CpuClock()
+def clock_of(device: torch.device, functions: Any = None) -> Clock:
+    """``functions`` replaces those of the device."""
+    if not is_accelerator(device):
+        return CpuClock()
+    return DeviceClock(functions or device_functions(device.type))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ssdtrain_fx.accelerators import is_accelerator
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.fork_safe_lock import ForkSafeLock
 from ssdtrain_fx.hardware import Channel, Hardware
@@ -76,7 +77,7 @@ def load_hardware(
                     hardware = read_profile(key) or _measure_quickly(device, directories, key)
             except FullDiskError as error:  # training can go on: what cannot be written stays in memory
                 log.warning("%s Until then, plans assume a drive of 2 GB/s.", error)
-                return assumed_hardware(device_name(device), on_gpu=torch.device(device).type == "cuda")
+                return assumed_hardware(device_name(device), on_gpu=is_accelerator(torch.device(device)))
         _known[identity] = hardware
     return hardware
 

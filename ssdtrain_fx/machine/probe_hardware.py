@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ssdtrain_fx.accelerators import device_functions, is_accelerator, reason_to_refuse
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Channel, Hardware, convolution_key
 from ssdtrain_fx.machine.clocks import clock_of
@@ -28,7 +29,7 @@ from ssdtrain_fx.machine.probe_transfers import Traffic, channel_of, compute_thr
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
-from ssdtrain_fx.runtime.memory.staging import CUDA_BUDGET_BYTES
+from ssdtrain_fx.runtime.memory.staging import PINNED_BUDGET_BYTES
 from ssdtrain_fx.runtime.memory.step_memory import step_memory
 from ssdtrain_fx.runtime.storage.directory import check_directories
 
@@ -47,7 +48,7 @@ class FullDiskError(ConfigError):
 
 
 def measure_hardware(
-    device: str, ssd_dir: SsdDir, *, quick: bool = False, on_step: OnStep = ignore, cuda: Any = torch.cuda
+    device: str, ssd_dir: SsdDir, *, quick: bool = False, on_step: OnStep = ignore, cuda: Any = None
 ) -> Hardware:
     """Measure ``device`` and the SSD that holds ``ssd_dir`` (None: the backend's default).
 
@@ -62,7 +63,7 @@ def measure_hardware(
     """
     name = device_name(device, cuda)
     target = torch.device(device)
-    on_gpu = target.type == "cuda"
+    on_gpu = is_accelerator(target)
     directories = check_directories(ssd_dir)
     effort = Effort(quick=quick, on_gpu=on_gpu)
     _require_room(directories, effort.file_bytes)
@@ -94,7 +95,7 @@ def measure_hardware(
         # The tensors of a step come from its arena. Pinning their huge pages costs less than pinning pages of the heap.
         # What is kept in memory would be measured as well. `_require_room` has found twice the room that is needed.
         config = EngineConfig(ssd_dir=directories, disk_reserve_bytes=0)
-        with Engine(config, Parts(cuda=cuda)) as engine, step_memory.inside():
+        with Engine(config, Parts(cuda=cuda or torch.cuda)) as engine, step_memory.inside():
             traffic = Traffic(engine, target)
             begin("blocks of the file")
             traffic.write_s(effort.large_bytes, 2 * effort.large_count)
@@ -148,12 +149,12 @@ def assumed_hardware(name: str, *, on_gpu: bool) -> Hardware:
         copies_block_compute=not on_gpu,
         offload_s=5e-5,
         reload_s=5e-5,
-        staging_bytes=CUDA_BUDGET_BYTES if on_gpu else 0,
+        staging_bytes=PINNED_BUDGET_BYTES if on_gpu else 0,
     )
 
 
-def device_name(device: str, cuda: Any = torch.cuda) -> str:
-    """``cpu``, or the name of the GPU.
+def device_name(device: str, functions: Any = None) -> str:
+    """``cpu``, or the name of the accelerator. ``functions`` replaces those of the device.
 
     Raises:
         ConfigError: there is no such device.
@@ -161,11 +162,16 @@ def device_name(device: str, cuda: Any = torch.cuda) -> str:
     kind = torch.device(device).type
     if kind == "cpu":
         return "cpu"
-    if kind != "cuda":
-        raise ConfigError(f"ssdtrain_fx offloads tensors on cpu and cuda devices; got {device!r}.")
-    if not cuda.is_available():
-        raise ConfigError(f"The device is {device!r}, but torch sees no CUDA device. Use 'cpu', or repair the driver.")
-    return str(cuda.get_device_name(torch.device(device)))
+    refused = reason_to_refuse(kind)
+    if refused:
+        raise ConfigError(f"ssdtrain_fx cannot offload from {device!r}: {refused}.")
+    functions = functions or device_functions(kind)
+    if not functions.is_available():
+        found = kind.upper() if kind == "cuda" else kind
+        raise ConfigError(
+            f"The device is {device!r}, but torch sees no {found} device. Use 'cpu', or repair the driver."
+        )
+    return str(functions.get_device_name(torch.device(device)))
 
 
 def _require_room(directories: Sequence[str], size_bytes: int) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ssdtrain_fx.accelerators import is_accelerator
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.machine.clocks import Clock
 from ssdtrain_fx.machine.probe_effort import MIB, Effort
@@ -93,7 +94,7 @@ def element_rate(
     measured, with as many elements as torch gives to one thread, and multiplied by the number of threads: nothing
     scales better. Functions that torch leaves to MKL are not used: Inductor uses torch's vector classes, as these do.
     """
-    on_gpu = device.type == "cuda"
+    on_gpu = is_accelerator(device)
     count, threads = (1 << 25, 1) if on_gpu else (1 << 15, torch.get_num_threads())
     x = torch.rand(count, device=device, dtype=torch.float32).to(dtype)
     out = torch.empty_like(x)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ssdtrain_fx.accelerators import device_functions, is_accelerator
 from ssdtrain_fx.hardware import Channel
 from ssdtrain_fx.machine.probe_effort import Effort
 from ssdtrain_fx.runtime.engine import Engine
@@ -119,8 +120,8 @@ class Traffic:
     def settle(self) -> None:
         """Wait until nothing is in flight and the device is idle."""
         self.engine.wait_until_idle()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if is_accelerator(self.device):
+            device_functions(self.device.type).synchronize(self.device)
 
 
 def fit_channel(small: tuple[int, float], large: tuple[int, float]) -> Channel:

@@ -18,9 +18,9 @@ import math
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-import torch
 from torch import fx
 
+from ssdtrain_fx.accelerators import find_accelerator
 from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.analyse import Analysis, analyse, with_candidates
@@ -89,7 +89,7 @@ def keeps_kernels(options: Options, joint: ScheduledJointGraph) -> bool:
     there, or one that another kernel stores.
     """
     values = (node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder"))
-    return options.inner == "inductor" and any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
+    return options.inner == "inductor" and find_accelerator(values) is not None
 
 
 def passes_before_planning(options: Options, joint: ScheduledJointGraph) -> tuple[JointPass, ...]:

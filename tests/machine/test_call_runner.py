@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ssdtrain_fx.machine import call_runner
 from ssdtrain_fx.machine.call_runner import make_arguments, run_calls
-from ssdtrain_fx.machine.clocks import CudaClock
+from ssdtrain_fx.machine.clocks import DeviceClock
 from ssdtrain_fx.passes.analysis.node_calls import Call, TensorLayout, describe_call
 from ssdtrain_fx.passes.graph.alias_sets import find_alias_sets
 from ssdtrain_fx.passes.graph.node_facts import find_own_kernels
@@ -322,7 +322,7 @@ class FakeCuda:
 def test_on_a_gpu_events_tell_the_time_and_its_random_state_is_put_back(target: Any) -> None:
     cuda = FakeCuda()
     one = call(target, layout(4), device=torch.device("cuda:1"))
-    (found,) = run_calls([one], lambda device: CudaClock(cuda), cuda)
+    (found,) = run_calls([one], lambda device: DeviceClock(cuda), cuda)
     assert cuda.log[0] == "enter cuda:1"
     assert cuda.log[-3:] == ["restore cuda:1", "leave", "empty_cache"]
     if target is aten.sin.default:

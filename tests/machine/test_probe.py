@@ -22,7 +22,7 @@ from ssdtrain_fx.cli import app
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.machine import other_load, probe, probe_transfers, profile_store
-from ssdtrain_fx.machine.clocks import CpuClock, CudaClock, clock_of
+from ssdtrain_fx.machine.clocks import CpuClock, DeviceClock, clock_of
 from ssdtrain_fx.machine.other_load import OtherLoad
 from ssdtrain_fx.machine.probe import load_hardware, measure_hardware
 from ssdtrain_fx.machine.probe_hardware import device_name
@@ -541,7 +541,7 @@ class FakeCuda:
 def test_a_gpu_is_timed_by_its_own_clock() -> None:
     calls: list[int] = []
     clock = clock_of(torch.device("cuda"), FakeCuda())
-    assert isinstance(clock, CudaClock)
+    assert isinstance(clock, DeviceClock)
     assert clock.seconds(lambda: calls.append(1)) == 0.25
     assert calls == [1]
     assert isinstance(clock_of(torch.device("cpu")), CpuClock)
@@ -550,7 +550,7 @@ def test_a_gpu_is_timed_by_its_own_clock() -> None:
 def test_devices_and_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_name("cpu") == "cpu"
     assert device_name("cuda:1", FakeCuda()) == "Fake cuda:1"
-    with pytest.raises(ConfigError, match="offloads tensors on cpu and cuda devices; got 'meta'"):
+    with pytest.raises(ConfigError, match="cannot offload from 'meta': meta is not one of cpu, cuda"):
         device_name("meta")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="The device is 'cuda', but torch sees no CUDA device"):

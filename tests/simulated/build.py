@@ -15,8 +15,11 @@ TORCH_VERSION = "2.13."
 """``device.cpp`` uses internals of torch. It was written for these versions and has run on no other."""
 
 
-def build() -> Path:
-    """Build the library, once per source, torch and machine. Raises ArenaUnavailableError, which says why it cannot."""
+def build(device_type: str = "cuda") -> Path:
+    """Build the library for ``cuda`` or another type, once per source, torch and machine.
+
+    Raises ArenaUnavailableError, which says why it cannot.
+    """
     if not torch.__version__.startswith(TORCH_VERSION):
         raise arena.ArenaUnavailableError(f"it needs torch {TORCH_VERSION}x, and this is {torch.__version__}")
     if torch.version.cuda is not None or torch.version.hip is not None:
@@ -25,6 +28,7 @@ def build() -> Path:
         )
     root = Path(torch.__file__).parent
     command = [*arena._compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", "-w"]
+    command += [] if device_type == "cuda" else ["-DPRIVATE_USE"]
     command += [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}", str(SOURCE)]
     command += [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
     key = SOURCE.read_bytes() + repr((command, torch.__version__, platform.machine())).encode()

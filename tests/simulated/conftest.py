@@ -1,6 +1,7 @@
-"""Tests with the argument ``sim`` run in another process, whose ``torch.cuda`` is a simulated device.
+"""Tests with the argument ``sim`` run in another process, which has a simulated device.
 
-Their other arguments must be values that JSON can hold; ``ssd_dir`` is one.
+They run twice: once the device is ``torch.cuda``, and once one that torch does not know. With the mark ``only_cuda``,
+they run once. Their other arguments must be values that JSON can hold; ``ssd_dir`` is one.
 
 With ``--real-device``, it is a GPU.
 """
@@ -18,28 +19,37 @@ from real_cuda import SKIPPED
 
 from ssdtrain_fx._torch_private.arena import ArenaUnavailableError
 
-_processes: list[DeviceProcess] = []
+_processes: dict[str, DeviceProcess] = {}
+"""By the type of their device."""
 
 
 @pytest.fixture(scope="session")
-def _device_process() -> Iterator[list[DeviceProcess]]:  # pyright: ignore[reportUnusedFunction]
+def _device_processes() -> Iterator[dict[str, DeviceProcess]]:  # pyright: ignore[reportUnusedFunction]
     yield _processes
     while _processes:
-        _processes.pop().close()
+        _processes.popitem()[1].close()
 
 
 @pytest.fixture
-def sim(_device_process: list[DeviceProcess], real_device: bool) -> None:
-    """In the other process: the :class:`simulated_cuda.Simulator`."""
+def sim(request: pytest.FixtureRequest, _device_processes: dict[str, DeviceProcess], real_device: bool) -> str:
+    """In the other process: the :class:`simulated_device.Simulator`."""
+    device_type: str = request.param
     if real_device:
-        return
-    if _processes and not _processes[0].is_alive:
-        _processes.pop().close()
-    if not _processes:
+        return device_type
+    if device_type in _processes and not _processes[device_type].is_alive:
+        _processes.pop(device_type).close()
+    if device_type not in _processes:
         try:
-            _processes.append(DeviceProcess(build.build()))
+            _processes[device_type] = DeviceProcess(build.build(device_type), device_type)
         except ArenaUnavailableError as error:
             pytest.skip(f"the simulated device cannot be built: {error}")
+    return device_type
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "sim" in metafunc.fixturenames:
+        once = metafunc.config.getoption("--real-device") or any(metafunc.definition.iter_markers("only_cuda"))
+        metafunc.parametrize("sim", ["cuda"] if once else ["cuda", "simulated"], indirect=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -52,7 +62,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     names: Any = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names if name != "sim"}
-    run = _processes[0].run if _processes else run_on_gpu
+    device_type = pyfuncitem.funcargs["sim"]
+    run = _processes[device_type].run if device_type in _processes else run_on_gpu
     failure = run(Path(pyfuncitem.fspath).stem, pyfuncitem.originalname, arguments)
     if failure is not None and failure.startswith(SKIPPED):
         pytest.skip(failure.removeprefix(SKIPPED))

@@ -1,5 +1,6 @@
 // A simulated accelerator behind torch's CUDA dispatch key, for tests. Built on torch 2.13; it uses torch's C++ internals
-// (guards, hooks, boxed fallbacks), all of which are in this file.
+// (guards, hooks, boxed fallbacks), all of which are in this file. With PRIVATE_USE, it is behind PrivateUse1, the key of
+// accelerators that torch does not know.
 //
 // It is asynchronous as a GPU is, and hostile where a GPU would only be unlucky:
 //
@@ -19,7 +20,9 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -41,6 +44,13 @@ using c10::DeviceIndex;
 using c10::IValue;
 using at::Tensor;
 
+#ifdef PRIVATE_USE
+#define KEY PrivateUse1
+constexpr auto kType = c10::kPrivateUse1;
+#else
+#define KEY CUDA
+constexpr auto kType = c10::kCUDA;
+#endif
 constexpr int kDevices = 2;
 constexpr size_t kArenaBytes = size_t(8) << 30;  // addresses; memory is taken when it is touched
 constexpr int kPoison = 0xCB;
@@ -52,10 +62,12 @@ struct Point {
   std::condition_variable changed;
   bool passed = false;
   DeviceIndex device = 0;
+  std::chrono::steady_clock::time_point when;
 
   void pass() {
     std::lock_guard lock(mutex);
     passed = true;
+    when = std::chrono::steady_clock::now();
     changed.notify_all();
   }
   bool query() {
@@ -177,7 +189,7 @@ struct Device {
   void check() {
     std::lock_guard lock(mutex);
     if (!failure.empty())
-      throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 710, "CUDA error: simulated device: " + failure);
+      throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 710, "simulated device: " + failure);
   }
 };
 
@@ -202,6 +214,8 @@ Device* devices() {
   }();
   return all;
 }
+
+bool is_here(const Tensor& tensor) { return tensor.device().type() == kType; }
 
 char* shadow_of(const void* address) {
   for (int index = 0; index < kDevices; ++index) {
@@ -327,9 +341,9 @@ void free_block(void* context) {
   device.pending.push_back(block);
 }
 
-struct DeviceAllocator final : c10::Allocator {
+struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t nbytes) override {
-    c10::Device where(c10::kCUDA, this_device);
+    c10::Device where(kType, this_device);
     if (nbytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, where};
     Device& device = devices()[this_device];
     size_t size = (nbytes + 511) / 512 * 512;
@@ -350,7 +364,7 @@ struct DeviceAllocator final : c10::Allocator {
       return block;
     }
     if (device.allocated + size > device.limit || device.top + size > kArenaBytes)
-      TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Simulated device: tried to allocate ", size,
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "Simulated device: out of memory: tried to allocate ", size,
                        " bytes; ", device.allocated, " of ", device.limit, " are in use.");
     auto* block = new Block{device.index, device.base + device.top, size, size, stream, {}, {}};
     memset(shadow_of(block->data), kPoison, size);
@@ -361,6 +375,28 @@ struct DeviceAllocator final : c10::Allocator {
   void copy_data(void* target, const void* source, size_t count) const override {
     char *to = shadow_of(target), *from = shadow_of(source);
     current_stream(this_device).put(true, [=] { memcpy(to, from, count); });
+  }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override;
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex index) override {
+    Device& device = devices()[index];
+    std::lock_guard lock(device.memory_mutex);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    stats.allocated_bytes[0].current = stats.reserved_bytes[0].current = device.allocated;
+    stats.allocated_bytes[0].peak = device.peak;
+    return stats;
+  }
+  void resetAccumulatedStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex index) override {
+    Device& device = devices()[index];
+    std::lock_guard lock(device.memory_mutex);
+    device.peak = device.allocated;
+  }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex index) override {
+    Device& device = devices()[index];
+    std::lock_guard lock(device.memory_mutex);
+    return {device.limit - device.allocated, device.limit};
   }
 };
 DeviceAllocator device_allocator;
@@ -383,15 +419,29 @@ bool is_pinned(const void* address) {
   return static_cast<const char*>(address) < start + length;
 }
 
-struct PinnedAllocator final : c10::Allocator {  // memory is never reused
-  c10::DataPtr allocate(size_t nbytes) override {
-    void* data = nullptr;
-    TORCH_CHECK(posix_memalign(&data, 4096, nbytes + 1) == 0);
+bool pinning_refused = false;
+constexpr size_t kMisaligned = 64;
+
+void unpin(void* data) {
+  {
     std::lock_guard lock(pinned_mutex);
-    pinned[static_cast<char*>(data)] = nbytes;
-    return {data, data, &c10::detail::deleteNothing, c10::Device(c10::kCPU)};
+    pinned.erase(static_cast<char*>(data));
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &c10::detail::deleteNothing; }
+  free(static_cast<char*>(data) - kMisaligned);
+}
+
+// Memory is freed at once, also if copies still need it, and begins on no page.
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t nbytes) override {
+    TORCH_CHECK(!pinning_refused, "simulated device: no memory can be pinned");
+    void* memory = nullptr;
+    TORCH_CHECK(posix_memalign(&memory, 4096, kMisaligned + nbytes + 1) == 0);
+    char* data = static_cast<char*>(memory) + kMisaligned;
+    std::lock_guard lock(pinned_mutex);
+    pinned[data] = nbytes;
+    return {data, data, &unpin, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
   void copy_data(void* target, const void* source, size_t count) const override { default_copy_data(target, source, count); }
 };
 PinnedAllocator pinned_allocator;
@@ -403,17 +453,17 @@ struct Event {
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return c10::kCUDA; }
+  c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device device) const override {
     c10::Device before = getDevice();
     if (device.index() >= 0) this_device = device.index();
     return before;
   }
-  c10::Device getDevice() const override { return {c10::kCUDA, this_device}; }
+  c10::Device getDevice() const override { return {kType, this_device}; }
   void setDevice(c10::Device device) const override { exchangeDevice(device); }
   void uncheckedSetDevice(c10::Device device) const noexcept override { exchangeDevice(device); }
   static c10::Stream wrap(DeviceIndex index, int64_t id) {
-    return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCUDA, index), id);
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, index), id);
   }
   static DeviceIndex index_of(c10::Device device) { return device.index() < 0 ? this_device : device.index(); }
   static Stream& unwrap(const c10::Stream& stream) { return devices()[stream.device_index()].stream(stream.id()); }
@@ -452,7 +502,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     point->wait();
     devices()[point->device].check();
   }
-  double elapsedTime(void*, void*, DeviceIndex) const override { return 1.0; }
+  double elapsedTime(void* first, void* second, DeviceIndex) const override {  // in milliseconds
+    PointPtr begin = static_cast<Event*>(first)->point, end = static_cast<Event*>(second)->point;
+    TORCH_CHECK(begin->query() && end->query(), "simulated device: an event has not been reached");
+    return std::chrono::duration<double, std::milli>(end->when - begin->when).count();
+  }
   DeviceIndex deviceCount() const noexcept override { return kDevices; }
   bool queryStream(const c10::Stream& stream) const override {
     bool passed = unwrap(stream).record()->query();
@@ -480,24 +534,33 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 Guard guard;
 
+void DeviceAllocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {
+  guard.recordDataPtrOnStream(data, stream);
+}
+
+#ifdef PRIVATE_USE
+struct PrivateUse1Hooks final : at::PrivateUse1HooksInterface {
+#else
 struct CUDAHooks final : at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
-  void init() const override {}
   bool hasCUDA() const override { return true; }
+  int getNumGPUs() const override { return kDevices; }
+  DeviceIndex current_device() const override { return this_device; }
+  c10::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
+  void deviceSynchronize(DeviceIndex index) const override { guard.synchronizeDevice(index); }
+#endif
+  void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return kDevices; }
-  int getNumGPUs() const override { return kDevices; }
   void setCurrentDevice(DeviceIndex index) const override { this_device = index; }
   DeviceIndex getCurrentDevice() const override { return this_device; }
-  DeviceIndex current_device() const override { return this_device; }
-  DeviceIndex exchangeDevice(DeviceIndex index) const override { return guard.exchangeDevice({c10::kCUDA, index}).index(); }
+  DeviceIndex exchangeDevice(DeviceIndex index) const override { return guard.exchangeDevice({kType, index}).index(); }
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchangeDevice(index); }
+  at::Generator getNewGenerator(DeviceIndex) const override { return at::make_generator<at::CPUGeneratorImpl>(); }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
-  c10::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
-  void deviceSynchronize(DeviceIndex index) const override { guard.synchronizeDevice(index); }
 };
 
 // ---- operators -------------------------------------------------------------------------------------------------------
@@ -513,8 +576,8 @@ Tensor shadow_tensor(const Tensor& tensor) {  // keeps nothing alive: the order 
 
 Tensor kernel_argument(const Tensor& tensor, const std::string& name) {
   if (!tensor.defined()) return tensor;
-  if (tensor.is_cuda()) return shadow_tensor(tensor);
-  TORCH_CHECK(tensor.dim() == 0, name, ": expected all tensors to be on the same device, found cuda and ", tensor.device());
+  if (is_here(tensor)) return shadow_tensor(tensor);
+  TORCH_CHECK(tensor.dim() == 0, name, ": expected all tensors to be on the same device, found another one and ", tensor.device());
   Tensor value = tensor.clone();  // read when the kernel is launched
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number())  // a Python number, which does not take part in promotion
     value.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -566,7 +629,7 @@ void fallback(const c10::OperatorHandle& op, c10::Stack* stack) {
   c10::Device device(c10::kCPU);
   for (auto& argument : arguments)
     for_each_tensor(argument, [&](const Tensor& tensor) {
-      if (!tensor.is_cuda()) return;
+      if (!is_here(tensor)) return;
       TORCH_CHECK(device.is_cpu() || device == tensor.device(), name, ": tensors on ", device, " and ", tensor.device());
       device = tensor.device();
     });
@@ -594,7 +657,10 @@ void fallback(const c10::OperatorHandle& op, c10::Stack* stack) {
     }));
     if (schema.arguments()[i].type()->str().find("Generator") != std::string::npos) {
       Device& of = devices()[device.index()];  // drawn in the order of the host, whatever the streams do
-      call.back() = at::make_generator<at::CPUGeneratorImpl>(of.generator_seed * 1000003 + of.generator_offset++);
+      uint64_t seed = arguments[i].isGenerator()
+          ? at::get_generator_or_default<at::CPUGeneratorImpl>(arguments[i].toGenerator(), at::Generator())->random64()
+          : of.generator_seed * 1000003 + of.generator_offset++;
+      call.back() = at::make_generator<at::CPUGeneratorImpl>(seed);
     }
   }
 
@@ -686,14 +752,14 @@ void fallback(const c10::OperatorHandle& op, c10::Stack* stack) {
 Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
              std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   DeviceScope scope(device && device->index() >= 0 ? device->index() : this_device);
-  return at::detail::empty_generic(size, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+  return at::detail::empty_generic(size, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::KEY),
                                    dtype.value_or(at::get_default_dtype_as_scalartype()), format);
 }
 
 Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   DeviceScope scope(device && device->index() >= 0 ? device->index() : this_device);
-  return at::detail::empty_strided_generic(size, stride, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+  return at::detail::empty_strided_generic(size, stride, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::KEY),
                                            dtype.value_or(at::get_default_dtype_as_scalartype()));
 }
 
@@ -709,19 +775,19 @@ void copy_across(const Tensor& target, const Tensor& source) {  // as between tw
 Tensor& copy(Tensor& target, const Tensor& source, bool non_blocking) {
   if (target.numel() == 0) return target;
   count_kernel("aten::copy_");
-  if (target.is_cuda() && source.is_cuda() && target.device() != source.device()) {
+  if (is_here(target) && is_here(source) && target.device() != source.device()) {
     copy_across(target, source);
     return target;
   }
-  const Tensor& on_device = target.is_cuda() ? target : source;
+  const Tensor& on_device = is_here(target) ? target : source;
   Stream& stream = current_stream(on_device.get_device());
-  if (target.is_cuda() && source.is_cuda()) {
+  if (is_here(target) && is_here(source)) {
     stream.put(true, [a = shadow_tensor(target), b = shadow_tensor(source)] { a.copy_(b); });
     return target;
   }
-  const Tensor& on_host = target.is_cuda() ? source : target;
+  const Tensor& on_host = is_here(target) ? source : target;
   bool registered = is_pinned(on_host.const_data_ptr());
-  bool to_device = target.is_cuda();
+  bool to_device = is_here(target);
   Tensor device_side = shadow_tensor(on_device), host;
   if (!registered && to_device && non_blocking) {  // the driver reads pageable memory now, and writes later
     synchronize(stream, "copy");
@@ -796,13 +862,15 @@ void on_fault(int number, siginfo_t* info, void* context) {
 
 }  // namespace
 
+#ifndef PRIVATE_USE
 namespace at {
 C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, ::CUDAHooks)
 }
+#endif
 
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(_, KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+TORCH_LIBRARY_IMPL(aten, KEY, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("copy_", &copy);
@@ -811,8 +879,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("native_dropout", &native_dropout);
-  // These have composite kernels that give other bits than the CPU's.
-  for (const char* name : {"native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"})
+  // These have composite kernels that give other bits than the CPU's, or ask for kernels of their own.
+  for (const char* name : {"native_layer_norm", "native_layer_norm_backward", "native_group_norm",
+                           "native_group_norm_backward", "convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("record_stream", &record_stream);
   m.impl("as_strided", [](const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
@@ -833,9 +902,12 @@ extern "C" {
 
 void simulated_install() {
   devices();
-  at::globalContext().lazyInitDevice(c10::kCUDA);
-  c10::impl::registerDeviceGuard(c10::kCUDA, &guard);
-  c10::SetAllocator(c10::kCUDA, &device_allocator);
+#ifdef PRIVATE_USE
+  at::RegisterPrivateUse1HooksInterface(new PrivateUse1Hooks);
+#endif
+  at::globalContext().lazyInitDevice(kType);
+  c10::impl::registerDeviceGuard(kType, &guard);
+  c10::SetAllocator(kType, &device_allocator);
   struct sigaction action = {};
   action.sa_sigaction = &on_fault;
   action.sa_flags = SA_SIGINFO;
@@ -898,10 +970,14 @@ int simulated_stream_count(int device) {
   return devices()[device].streams.size();
 }
 
-// The errors are CUDA's: invalid value, already registered, not registered.
+bool simulated_is_pinned(const void* address) { return is_pinned(address); }
+void simulated_refuse_pinning(bool refused) { pinning_refused = refused; }
+
+// The errors are CUDA's: invalid value, out of memory, already registered, not registered.
 int simulated_host_register(char* address, size_t size) {
   std::lock_guard lock(pinned_mutex);
   if (size == 0 || reinterpret_cast<uintptr_t>(address) % 4096) return 1;
+  if (pinning_refused) return 2;
   return pinned.emplace(address, size).second ? 0 : 712;
 }
 

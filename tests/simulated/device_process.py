@@ -15,11 +15,11 @@ TESTS = Path(__file__).parent.parent
 ANSWER_TIMEOUT_S = 280.0
 
 
-def environment(library: Path | None, package_root: Path = TESTS.parent) -> dict[str, str]:
+def environment(library: Path | None, device_type: str = "cuda", package_root: Path = TESTS.parent) -> dict[str, str]:
     """For a process with the simulated device; without a library of it, with a GPU."""
     roots = [package_root, TESTS / "simulated", TESTS, TESTS / "runtime"]
     if library is not None:
-        device = {"SIMULATED_DEVICE": str(library)}
+        device = {"SIMULATED_DEVICE": str(library), "SIMULATED_TYPE": device_type}
     else:
         # cuBLAS gives equal bits only with workspaces of a fixed size. A stream that is held must not hold others.
         device = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -34,15 +34,15 @@ def environment(library: Path | None, package_root: Path = TESTS.parent) -> dict
 class DeviceProcess:
     """One process that runs test after test, in itself or in processes that it forks."""
 
-    def __init__(self, library: Path | None, package_root: Path = TESTS.parent) -> None:
-        """``library`` is what :func:`build.build` returns; None: a GPU."""
+    def __init__(self, library: Path | None, device_type: str = "cuda", package_root: Path = TESTS.parent) -> None:
+        """``library`` is what :func:`build.build` returns for ``device_type``; None: a GPU."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, str(TESTS / "simulated" / "worker.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=environment(library, package_root),
+            env=environment(library, device_type, package_root),
         )
 
     def run(
@@ -91,7 +91,7 @@ class DeviceProcess:
 
 def run_on_gpu(module: str, function: str, arguments: dict[str, Any], package_root: Path = TESTS.parent) -> str | None:
     """Run one test in a process of its own: a CUDA context that has failed cannot be repaired, or forked."""
-    process = DeviceProcess(None, package_root)
+    process = DeviceProcess(None, package_root=package_root)
     try:
         return process.run(module, function, arguments)
     finally:

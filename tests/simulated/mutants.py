@@ -21,6 +21,7 @@ class Mutant:
     test: str
     """A test of ``test_ordering``."""
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    device_type: str = "cuda"
 
     def apply(self, directory: Path) -> None:
         """Copy the package to ``directory`` and patch the copy."""
@@ -31,7 +32,9 @@ class Mutant:
         path.write_text(text.replace(self.old, self.new))
 
 
-CUDA, ENGINE, LEDGER = "runtime/memory/cuda.py", "runtime/engine.py", "runtime/book/ledger.py"
+CUDA, MOVER = "runtime/memory/cuda.py", "runtime/memory/stream_mover.py"
+PINNED_BUFFERS, ACCELERATORS = "runtime/memory/accelerator.py", "accelerators.py"
+ENGINE, LEDGER = "runtime/engine.py", "runtime/book/ledger.py"
 READ_AHEAD = "runtime/lanes/read_ahead.py"
 STAGED, TRANSPORT = "runtime/lanes/threads/staged.py", "runtime/lanes/threads/transport.py"
 STREAMS, KVIKIO = "runtime/lanes/threads/device_streams.py", "runtime/lanes/threads/kvikio.py"
@@ -50,34 +53,42 @@ LATE = "test_a_tensor_that_leaves_late_is_held_and_forwarded_in_order"
 DROPPED = "test_a_reloaded_tensor_that_is_dropped_is_not_overwritten_late"
 BACK = "test_every_staging_buffer_comes_back"
 HOST = "test_the_host_tier_gives_back_the_same_bytes_held_demoted_and_read_ahead"
-PINNED = "test_memory_is_registered_once_and_unregistered_at_close"
+PINNED = "test_memory_is_pinned_once_and_given_back_at_close"
 RUNS_AHEAD = "test_the_training_thread_does_not_wait_for_the_device"
 FAILURE = "test_a_failure_of_the_device_reaches_the_training_thread"
 FILE, STAGING, MEMORY = {"place": "file"}, {"place": "staging"}, {"place": "memory"}
 
 MUTANTS = [
     # -- the mover -----------------------------------------------------------------------------------------------------
-    Mutant("copy_out_waits_for_nothing", CUDA, "streams.out.wait_event(after)", "pass", COPY_OUT),
-    Mutant("copy_out_waits_on_the_other_stream", CUDA, "streams.out.wait_event", "streams.back.wait_event", COPY_OUT),
-    Mutant("copy_in_waits_for_nothing", CUDA, "streams.back.wait_event(mark)", "pass", RELOAD, FILE),
-    Mutant("copy_in_waits_on_the_other_stream", CUDA, "streams.back.wait_event", "streams.out.wait_event", RELOAD, FILE),
-    Mutant("copy_in_waits_for_the_last_mark_only", CUDA, "for mark in after:", "for mark in after[-1:]:", RELOAD, STAGING),
-    Mutant("copy_in_waits_for_the_first_mark_only", CUDA, "for mark in after:", "for mark in after[:1]:", LATE),
-    Mutant("copy_out_on_the_compute_stream", CUDA, "self._cuda.stream(streams.out)", "self._cuda.stream(None)", SIDE),
-    Mutant("copy_in_on_the_compute_stream", CUDA, "self._cuda.stream(streams.back)", "self._cuda.stream(None)", SIDE),
-    Mutant("copy_in_on_the_stream_out", CUDA, "self._cuda.stream(streams.back)", "self._cuda.stream(streams.out)", SIDE),
-    Mutant("copy_out_marked_on_the_other_stream", CUDA, "self._record(streams.out)", "self._record(streams.back)", WRITTEN),
-    Mutant("copy_in_marked_on_the_other_stream", CUDA, "self._record(streams.back)", "self._record(streams.out)", AFTER_WAIT),
-    Mutant("marks_are_not_recorded", CUDA, "event.record(stream)", "pass", COPY_OUT),
-    Mutant("wait_stream_does_nothing", CUDA, "self._cuda.current_stream(device).wait_event(mark)", "pass", AFTER_WAIT),
-    Mutant("wait_stream_blocks_the_host", CUDA, "self._cuda.current_stream(device).wait_event(mark)", "mark.synchronize()", RUNS_AHEAD),
-    Mutant("wait_host_does_nothing", CUDA, "mark.synchronize()", "pass", WRITTEN),
-    Mutant("kept_bytes_are_not_waited_for", CUDA, "        self.wait_host(mark)\n", "", KEPT),
-    Mutant("copy_out_blocks_the_host", CUDA, "as_bytes()[start : start + length], non_blocking=True", "as_bytes()[start : start + length]", RUNS_AHEAD),
-    Mutant("copy_in_blocks_the_host", CUDA, "copy_(source[:length], non_blocking=True)", "copy_(source[:length])", RELOAD, FILE),
-    Mutant("buffers_stay_registered", CUDA, "_error_of(self._cuda.cudart().cudaHostUnregister(buffer.address))", "pass", PINNED),
-    Mutant("buffers_are_not_registered", CUDA, "self._cuda.cudart().cudaHostRegister(buffer.address, buffer.size_bytes, _HOST_REGISTER_PORTABLE)", "0", RUNS_AHEAD),
-    Mutant("a_refused_registration_is_ignored", CUDA, "            if error != 0:\n                raise ConfigError(", "            if False:\n                raise ConfigError(", "test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do"),
+    Mutant("copy_out_waits_for_nothing", MOVER, "streams.out.wait_event(after)", "pass", COPY_OUT),
+    Mutant("copy_out_waits_on_the_other_stream", MOVER, "streams.out.wait_event", "streams.back.wait_event", COPY_OUT),
+    Mutant("copy_in_waits_for_nothing", MOVER, "streams.back.wait_event(mark)", "pass", RELOAD, FILE),
+    Mutant("copy_in_waits_on_the_other_stream", MOVER, "streams.back.wait_event", "streams.out.wait_event", RELOAD, FILE),
+    Mutant("copy_in_waits_for_the_last_mark_only", MOVER, "for mark in after:", "for mark in after[-1:]:", RELOAD, STAGING),
+    Mutant("copy_in_waits_for_the_first_mark_only", MOVER, "for mark in after:", "for mark in after[:1]:", LATE),
+    Mutant("copy_out_on_the_compute_stream", MOVER, "self._functions.stream(streams.out)", "self._functions.stream(None)", SIDE),
+    Mutant("copy_in_on_the_compute_stream", MOVER, "self._functions.stream(streams.back)", "self._functions.stream(None)", SIDE),
+    Mutant("copy_in_on_the_stream_out", MOVER, "self._functions.stream(streams.back)", "self._functions.stream(streams.out)", SIDE),
+    Mutant("copy_out_marked_on_the_other_stream", MOVER, "self._record(streams.out)", "self._record(streams.back)", WRITTEN),
+    Mutant("copy_in_marked_on_the_other_stream", MOVER, "self._record(streams.back)", "self._record(streams.out)", AFTER_WAIT),
+    Mutant("marks_are_not_recorded", MOVER, "event.record(stream)", "pass", COPY_OUT),
+    Mutant("wait_stream_does_nothing", MOVER, "self._functions.current_stream(device).wait_event(mark)", "pass", AFTER_WAIT),
+    Mutant("wait_stream_blocks_the_host", MOVER, "self._functions.current_stream(device).wait_event(mark)", "mark.synchronize()", RUNS_AHEAD),
+    Mutant("wait_host_does_nothing", MOVER, "mark.synchronize()", "pass", WRITTEN),
+    Mutant("kept_bytes_are_not_waited_for", MOVER, "        self.wait_host(mark)\n", "", KEPT),
+    Mutant("copy_out_blocks_the_host", MOVER, "as_bytes()[start : start + length], non_blocking=True", "as_bytes()[start : start + length]", RUNS_AHEAD),
+    Mutant("copy_in_blocks_the_host", MOVER, "copy_(source[:length], non_blocking=True)", "copy_(source[:length])", RELOAD, FILE),
+    Mutant("buffers_stay_registered", CUDA, "_error_of(self._functions.cudart().cudaHostUnregister(buffer.address))", "pass", PINNED),
+    Mutant("buffers_are_not_registered", CUDA, "cudart.cudaHostRegister(buffer.address, buffer.size_bytes, _HOST_REGISTER_PORTABLE)", "0", RUNS_AHEAD),
+    Mutant("a_refused_registration_is_ignored", CUDA, "            if error != 0:\n                raise pinning_error(", "            if False:\n                raise pinning_error(", "test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do"),
+    # -- devices that torch does not know ------------------------------------------------------------------------------
+    Mutant("staging_is_not_pinned", PINNED_BUFFERS, "torch.empty(self.size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)", "torch.empty(self.size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)", RUNS_AHEAD, {}, "simulated"),
+    Mutant("pinned_memory_is_inherited", PINNED_BUFFERS, "mmap.MADV_DONTFORK)", "_MADV_DOFORK)", "test_a_forked_process_does_not_inherit_staging_until_it_is_given_back", {}, "simulated"),
+    Mutant("pinned_memory_is_never_inherited_again", PINNED_BUFFERS, "            buffer.forget()\n", "            pass\n", "test_a_forked_process_does_not_inherit_staging_until_it_is_given_back", {}, "simulated"),
+    Mutant("pinned_memory_is_not_aligned", PINNED_BUFFERS, "skip = -memory.data_ptr() % ALIGNMENT_BYTES", "skip = 0", "test_pinned_memory_is_aligned_for_direct_io", {}, "simulated"),
+    Mutant("a_refusal_to_pin_has_no_advice", PINNED_BUFFERS, "raise pinning_error(self.size_bytes, str(error).splitlines()[0]) from error", "raise", "test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do", {}, "simulated"),
+    Mutant("every_stream_is_the_current_one", ACCELERATORS, "        return torch.Stream(device=device)", "        return torch.accelerator.current_stream(device)", SIDE, {}, "simulated"),
+    Mutant("no_stream_is_entered", ACCELERATORS, "        return stream\n", "        import contextlib\n        return contextlib.nullcontext()\n", SIDE, {}, "simulated"),
     # -- the engine ----------------------------------------------------------------------------------------------------
     Mutant("release_does_not_order_the_stream", ENGINE, "            for mark in copied:\n                lane.mover.wait_stream(mark, entry.device)\n", "", OVERWRITTEN),
     Mutant("release_forgets_the_copies", ENGINE, "copied = [chunk.copied for chunk in entry.chunks if chunk.copied is not None]", "copied = []", OVERWRITTEN),

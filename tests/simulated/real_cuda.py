@@ -1,4 +1,4 @@
-"""What :mod:`simulated_cuda` does to its device, done to a GPU: streams are held, late, or fail.
+"""What :mod:`simulated_device` does to its device, done to a GPU: streams are held, late, or fail.
 
 ``hold`` enqueues a function of the host that returns late (``cuLaunchHostFunc``). A delay is a kernel that spins. What
 a GPU cannot do skips the test.
@@ -28,7 +28,7 @@ _HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Counts:
-    """What :class:`simulated_cuda.Counts` is; the kernels are not counted."""
+    """What :class:`simulated_device.Counts` is; the kernels are not counted."""
 
     def __init__(self, syncs: dict[tuple[int, str], int]) -> None:
         self.syncs = syncs
@@ -38,7 +38,7 @@ class Counts:
 
 
 class RealDevice:
-    """The interface of :class:`simulated_cuda.Simulator`. The first call that needs the GPU initializes CUDA."""
+    """The interface of :class:`simulated_device.Simulator`. The first call that needs the GPU initializes CUDA."""
 
     def __init__(self) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
@@ -105,6 +105,14 @@ class RealDevice:
         self._failed = True
         with torch.cuda.stream(stream):
             torch._assert_async(torch.zeros(1, device="cuda"))
+
+    def is_pinned(self, address: int) -> bool:
+        return int(torch.cuda.cudart().cudaHostUnregister(address)) != 713
+
+    @contextlib.contextmanager
+    def refuse_pinning(self) -> Iterator[None]:
+        pytest.skip("memory of a real machine can be pinned")
+        yield
 
     def repair(self) -> None:
         """Nothing can repair a CUDA context."""

@@ -25,22 +25,28 @@ def test_names_are_different() -> None:
 
 
 @pytest.fixture(scope="module")
-def forking_process(real_device: bool) -> Iterator[DeviceProcess | None]:
-    if real_device:
-        yield None
-        return
-    try:
-        process = DeviceProcess(build.build())
-    except ArenaUnavailableError as error:
-        pytest.skip(f"the simulated device cannot be built: {error}")
-    yield process
-    process.close()
+def forking_processes() -> Iterator[dict[str, DeviceProcess]]:
+    """By the type of their device."""
+    processes: dict[str, DeviceProcess] = {}
+    yield processes
+    for process in processes.values():
+        process.close()
 
 
 @pytest.mark.parametrize("mutant", [pytest.param(mutant, id=mutant.name, marks=_marks(mutant)) for mutant in MUTANTS])
-def test_mutant_is_noticed(mutant: Mutant, forking_process: DeviceProcess | None, tmp_path: Path) -> None:
+def test_mutant_is_noticed(
+    mutant: Mutant, forking_processes: dict[str, DeviceProcess], real_device: bool, tmp_path: Path
+) -> None:
+    device_type = mutant.device_type
+    if real_device and device_type != "cuda":
+        pytest.skip("the device is CUDA's")
+    if not real_device and device_type not in forking_processes:
+        try:
+            forking_processes[device_type] = DeviceProcess(build.build(device_type), device_type)
+        except ArenaUnavailableError as error:
+            pytest.skip(f"the simulated device cannot be built: {error}")
     mutant.apply(tmp_path)
-    run = run_on_gpu if forking_process is None else forking_process.run
+    run = run_on_gpu if real_device else forking_processes[device_type].run
     failure = run("test_ordering", mutant.test, {"ssd_dir": str(tmp_path), **mutant.arguments}, tmp_path)
     if failure is not None and failure.startswith(SKIPPED):
         pytest.skip(failure.removeprefix(SKIPPED))

@@ -10,25 +10,27 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from device_under_test import DEVICE, TYPE, gpu
 from runtime_fakes import MemoryFile
 from torch import Tensor
 
 from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError
+from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES
 from ssdtrain_fx.runtime.book.admission import BALANCE_LIMIT_S
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 
 if TYPE_CHECKING:
-    from simulated_cuda import Simulator
+    from simulated_device import Simulator
 
 COUNT = 1024
 BYTES = COUNT * 4
-DEVICE = torch.device("cuda:0")
 
 
 class _Setup:
@@ -37,7 +39,7 @@ class _Setup:
     def __init__(self, engine: Engine, file: MemoryFile) -> None:
         self.engine = engine
         self.file = file
-        self.lane: Any = engine._lanes.of("cuda")
+        self.lane: Any = engine._lanes.of(TYPE)
         streams = self.lane.mover._side_streams(DEVICE)
         self.out: torch.Stream = streams.out
         self.back: torch.Stream = streams.back
@@ -54,7 +56,7 @@ class _Setup:
         self.engine.release(owner, x)
         del x
         self.engine.wait_until_idle()
-        torch.cuda.synchronize()
+        gpu.synchronize()
         return owner
 
     def fetch(self, owner: Any) -> Tensor:
@@ -97,7 +99,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def full(value: float) -> Tensor:
-    return torch.full((COUNT,), value, device="cuda")
+    return torch.full((COUNT,), value, device=TYPE)
 
 
 def values(x: Tensor) -> set[float]:
@@ -117,7 +119,7 @@ def test_a_copy_out_starts_after_the_kernel_that_computes_the_tensor(sim: Simula
 def test_the_memory_of_a_released_tensor_is_overwritten_after_the_copy(sim: Simulator, ssd_dir: str) -> None:
     with setup(ssd_dir) as s:
         x = full(3.0)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         with sim.hold(s.out):
             owner = s.engine.offload(x, "x")
             s.engine.release(owner, x)
@@ -133,7 +135,7 @@ def test_the_memory_of_a_released_tensor_is_overwritten_after_the_copy(sim: Simu
 def test_a_tensor_that_is_released_late_is_held_until_the_copy_is_over(sim: Simulator, ssd_dir: str) -> None:
     with setup(ssd_dir) as s:
         x = full(3.0)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         with sim.hold(s.out):
             owner = s.engine.offload(x, "x")
             s.engine.release(owner, x, deferred=True, exclusive=True)
@@ -147,7 +149,7 @@ def test_a_tensor_that_is_released_late_is_held_until_the_copy_is_over(sim: Simu
 def test_nothing_is_written_before_the_copy_is_over(sim: Simulator, ssd_dir: str) -> None:
     with setup(ssd_dir) as s:
         x = full(3.0)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         with sim.hold(s.out):
             owner = s.engine.offload(x, "x")
             s.engine.release(owner, x)
@@ -169,13 +171,13 @@ def test_a_reload_writes_after_what_was_enqueued_before_it(sim: Simulator, ssd_d
             owner = s.engine.offload(x, "x")
             s.engine.release(owner, x)
             del x
-            torch.cuda.synchronize()
+            gpu.synchronize()
         elif place == "memory":
             owner = s.on_disk(3.0)
         else:
             owner = s.on_disk(3.0)
         used = full(7.0)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         with sim.hold():
             read = used.clone()
             address = used.data_ptr()
@@ -215,7 +217,7 @@ def test_bytes_that_were_kept_in_memory_are_on_the_device_after_wait(sim: Simula
 def test_bytes_are_forwarded_from_staging_after_they_have_arrived_there(sim: Simulator, ssd_dir: str) -> None:
     with setup(ssd_dir) as s:
         x = full(3.0)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         with sim.hold(s.out):
             owner = s.engine.offload(x, "x")
             s.engine.release(owner, x, deferred=True, exclusive=True)
@@ -255,7 +257,7 @@ def test_a_reloaded_tensor_that_is_dropped_is_not_overwritten_late(sim: Simulato
             s.engine.statistics()  # notes that the owner has died
             z = full(7.0)
             sim.settle()
-        torch.cuda.synchronize()
+        gpu.synchronize()
         assert values(z) == {7.0}
 
 
@@ -263,7 +265,7 @@ def test_a_reload_in_another_layout_reads_the_stored_bytes_after_they_have_arriv
     sim: Simulator, ssd_dir: str
 ) -> None:
     with setup(ssd_dir) as s:
-        x = torch.arange(COUNT, dtype=torch.float32, device="cuda").view(32, 32)
+        x = torch.arange(COUNT, dtype=torch.float32, device=TYPE).view(32, 32)
         owner = s.engine.offload(x, "x")
         s.engine.release(owner, x)
         s.engine.wait_until_idle()
@@ -289,29 +291,51 @@ def test_the_training_thread_does_not_wait_for_the_device(sim: Simulator, ssd_di
         assert values(z) == {4.0}
 
 
-def test_memory_is_registered_once_and_unregistered_at_close(sim: Simulator, ssd_dir: str) -> None:
+def test_memory_is_pinned_once_and_given_back_at_close(sim: Simulator, ssd_dir: str) -> None:
     with setup(ssd_dir) as s:
         for value in (1.0, 2.0, 3.0):
             assert values(s.fetch(s.on_disk(value))) == {value}
         pool = s.lane.pool
-        registered = [buffer.pinned for buffer in pool._all if buffer.pinned is not None]
-        addresses = [pinned.data_ptr() for pinned in registered]
-        assert registered
-        assert all(pinned.is_pinned() for pinned in registered)
-        del registered
-    assert [torch.cuda.cudart().cudaHostUnregister(address) for address in addresses] == [713] * len(addresses)
+        found = [buffer.pinned for buffer in pool._all if buffer.pinned is not None]
+        addresses = [pinned.data_ptr() for pinned in found]
+        assert found
+        assert all(pinned.is_pinned() for pinned in found)
+        del found
+    assert not any(sim.is_pinned(address) for address in addresses)
+
+
+def test_pinned_memory_is_aligned_for_direct_io(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        s.on_disk(1.0)
+        addresses = [buffer.pinned.data_ptr() for buffer in s.lane.pool._all if buffer.pinned is not None]
+        assert addresses
+        assert [address % ALIGNMENT_BYTES for address in addresses] == [0] * len(addresses)
+
+
+def _is_inherited(address: int) -> bool:
+    """Whether a forked process gets the page at ``address``."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *_ = line.split()
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "VmFlags:":
+            return "dc" not in line.split()
+    return True
+
+
+def test_a_forked_process_does_not_inherit_staging_until_it_is_given_back(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        s.on_disk(1.0)
+        addresses = [buffer.pinned.data_ptr() for buffer in s.lane.pool._all if buffer.pinned is not None]
+        assert addresses
+        assert not any(map(_is_inherited, addresses))
+    assert all(map(_is_inherited, addresses))
 
 
 def test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do(sim: Simulator, ssd_dir: str) -> None:
-    class Refuses:
-        def cudaHostRegister(self, *_: object) -> int:
-            return 2
-
-        def cudaHostUnregister(self, *_: object) -> int:
-            return 2
-
-    with setup(ssd_dir) as s:
-        s.lane.mover._cuda = type("Cuda", (), {**vars(torch.cuda), "cudart": staticmethod(Refuses)})
+    with setup(ssd_dir) as s, sim.refuse_pinning():
         x = full(1.0)
         owner = s.engine.offload(x, "x")
         with pytest.raises(ConfigError, match="cannot pin 4096 bytes"):
@@ -365,7 +389,7 @@ def test_a_held_chunk_is_overwritten_after_it_was_copied_back(sim: Simulator, ss
         x = full(3.0)
         owner = s.engine.offload(x, "x", host=True)
         s.engine.release(owner, x)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         s.engine.wait_until_idle()
         with sim.hold(s.back):
             y = s.engine.reload(owner, (COUNT,))
@@ -383,9 +407,9 @@ def test_a_held_chunk_is_overwritten_after_it_was_copied_back(sim: Simulator, ss
 def test_a_tensor_that_stayed_is_aligned_as_kernels_take_for_granted(sim: Simulator, ssd_dir: str) -> None:
     with setup(ssd_dir, buffers=2, max_stall_share=0.0) as s:
         s.engine._ledger.admission.charge(BALANCE_LIMIT_S)
-        x = torch.full((3 * COUNT + 1,), 3.0, device="cuda")[1:]
+        x = torch.full((3 * COUNT + 1,), 3.0, device=TYPE)[1:]
         assert x.data_ptr() % 16 != 0
-        torch.cuda.synchronize()
+        gpu.synchronize()
         with sim.hold(s.out):  # there is no buffer for the last chunk
             owner = s.engine.offload(x, "x")
             s.engine.release(owner, x, exclusive=True)
@@ -403,7 +427,7 @@ def test_a_closed_engine_has_finished_with_the_device(sim: Simulator, ssd_dir: s
         sim.configure(side_us=50_000)
         owner = s.engine.offload(x, "x")
         s.engine.release(owner, x)
-    torch.cuda.synchronize()
+    gpu.synchronize()
     with pytest.raises(ActivationLostError, match="closed"):
         s.fetch(owner)
 
@@ -411,11 +435,11 @@ def test_a_closed_engine_has_finished_with_the_device(sim: Simulator, ssd_dir: s
 def test_copies_run_on_side_streams_and_delay_no_kernel(sim: Simulator, ssd_dir: str) -> None:
     with setup(ssd_dir) as s:
         x = full(3.0)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         with sim.hold(s.out):
             owner = s.engine.offload(x, "x")
             y = x + 1
-            torch.cuda.current_stream().synchronize()
+            gpu.current_stream().synchronize()
             entry = s.engine.find_entry(owner)
             assert entry is not None
             buffer = entry.chunks[0].staging
@@ -440,7 +464,7 @@ def test_a_tensor_that_leaves_late_is_held_and_forwarded_in_order(sim: Simulator
         others = [full(5.0), full(6.0)]
         owners = [s.engine.offload(other, f"o{number}") for number, other in enumerate(others)]
         x = full(3.0)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         owner = s.engine.offload(x, "x")
         s.engine.release(owner, x, deferred=True, exclusive=True)
         entry = s.engine.find_entry(owner)
@@ -449,7 +473,7 @@ def test_a_tensor_that_leaves_late_is_held_and_forwarded_in_order(sim: Simulator
         address = x.data_ptr()
         del x
         y = s.engine.reload(owner, (COUNT,))
-        torch.cuda.synchronize()
+        gpu.synchronize()
         with sim.hold(s.out):
             s.file.writes_may_go_on.set()
             assert s.issued(owner)
@@ -468,7 +492,7 @@ def test_a_staging_buffer_that_was_written_is_kept_for_the_copy_to_the_device(si
         x = full(3.0)
         owner = s.engine.offload(x, "x")
         s.engine.release(owner, x)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         with sim.hold(s.back):
             y = s.engine.reload(owner, (COUNT,))
             assert s.issued(owner)
@@ -487,8 +511,8 @@ def test_a_dense_copy_of_a_tensor_with_gaps_is_complete_before_it_leaves(sim: Si
     sim.configure(default_us=20_000)
     with setup(ssd_dir) as s:
         for value in range(1, 6):
-            x = torch.full((32, 64), float(value), device="cuda")[:, :16]
-            torch.cuda.synchronize()
+            x = torch.full((32, 64), float(value), device=TYPE)[:, :16]
+            gpu.synchronize()
             owner = s.engine.offload(x, f"x{value}")
             s.engine.release(owner, x)
             y = s.engine.reload(owner, (32, 16))
@@ -520,7 +544,7 @@ def test_every_staging_buffer_comes_back(sim: Simulator, ssd_dir: str) -> None:
                 s.engine.statistics()
                 file.writes_may_go_on.set()
                 s.engine.wait_until_idle()
-                torch.cuda.synchronize()
+                gpu.synchronize()
                 s.engine.wait_until_idle()
                 until(lambda: s.lane.pool.used_bytes == 0)
         owners = [s.engine.offload(full(float(order)), f"y{order}", reload_order=order) for order in range(8)]
@@ -548,7 +572,7 @@ def _chain(s: _Setup) -> tuple[Any, list[Any]]:
         owners.append(owner)
         del x
     s.engine.wait_until_idle()
-    torch.cuda.synchronize()
+    gpu.synchronize()
     return owners[0], owners[1:]
 
 
@@ -557,7 +581,7 @@ def test_a_reload_that_is_begun_ahead_writes_after_what_was_enqueued_before_it(s
         first, (b0, b1) = _chain(s)
         kept = [s.fetch(b0), s.engine.reload(b1, (COUNT,))]
         used = full(7.0)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         with sim.hold():
             read = used.clone()
             address = used.data_ptr()
@@ -584,14 +608,14 @@ def test_a_reload_that_was_begun_ahead_for_another_stream_is_not_used(sim: Simul
         entry = s.engine.find_entry(first)
         assert entry is not None
         assert entry.ahead is not None
-        side = torch.cuda.Stream(device=DEVICE)
-        with torch.cuda.stream(side):
+        side = gpu.Stream(device=DEVICE)
+        with gpu.stream(side):
             y = s.engine.reload(first, (COUNT,))
             s.engine.wait(y, first)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         s.engine.wait_until_idle()
         with sim.hold(side):
-            with torch.cuda.stream(side):
+            with gpu.stream(side):
                 read = y.clone()
             del y
             z = [full(9.0) for _ in range(4)]
@@ -643,6 +667,7 @@ def direct(sim: Simulator, ssd_dir: str) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.only_cuda
 def test_a_direct_write_starts_after_the_kernel_that_computes_the_tensor(sim: Simulator, ssd_dir: str) -> None:
     with direct(sim, ssd_dir) as engine:
         with sim.hold():
@@ -657,6 +682,7 @@ def test_a_direct_write_starts_after_the_kernel_that_computes_the_tensor(sim: Si
         assert values(y) == {3.0}
 
 
+@pytest.mark.only_cuda
 def test_a_direct_read_starts_after_what_was_enqueued_before_the_reload(sim: Simulator, ssd_dir: str) -> None:
     with direct(sim, ssd_dir) as engine:
         x = full(3.0)
@@ -664,7 +690,7 @@ def test_a_direct_read_starts_after_what_was_enqueued_before_the_reload(sim: Sim
         engine.release(owner, x)
         engine.wait_until_idle()
         used = full(7.0)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         with sim.hold():
             read = used.clone()
             address = used.data_ptr()
@@ -679,6 +705,7 @@ def test_a_direct_read_starts_after_what_was_enqueued_before_the_reload(sim: Sim
         assert (values(read), values(y)) == ({7.0}, {3.0})
 
 
+@pytest.mark.only_cuda
 def test_a_direct_write_is_over_before_the_memory_is_reused(sim: Simulator, ssd_dir: str) -> None:
     with direct(sim, ssd_dir) as engine:
         sim.configure(default_us=2000)
@@ -697,14 +724,14 @@ def test_a_direct_write_is_over_before_the_memory_is_reused(sim: Simulator, ssd_
 
 def test_all_chunks_of_a_released_tensor_are_copied_before_it_is_overwritten(sim: Simulator, ssd_dir: str) -> None:
     with setup(ssd_dir) as s:
-        x = torch.full((4 * COUNT,), 3.0, device="cuda")
-        torch.cuda.synchronize()
+        x = torch.full((4 * COUNT,), 3.0, device=TYPE)
+        gpu.synchronize()
         sim.configure(side_us=20_000)
         owner = s.engine.offload(x, "x")
         s.engine.release(owner, x)
         del x
-        y = torch.full((4 * COUNT,), 5.0, device="cuda")
-        torch.cuda.current_stream().synchronize()
+        y = torch.full((4 * COUNT,), 5.0, device=TYPE)
+        gpu.current_stream().synchronize()
         z = s.engine.reload(owner, (4 * COUNT,))
         s.engine.wait(z, owner)
         assert (values(z), values(y)) == ({3.0}, {5.0})
@@ -712,7 +739,7 @@ def test_all_chunks_of_a_released_tensor_are_copied_before_it_is_overwritten(sim
 
 def test_all_chunks_of_a_tensor_have_arrived_after_wait(sim: Simulator, ssd_dir: str) -> None:
     with setup(ssd_dir) as s:
-        x = torch.full((4 * COUNT,), 3.0, device="cuda")
+        x = torch.full((4 * COUNT,), 3.0, device=TYPE)
         owner = s.engine.offload(x, "x")
         s.engine.release(owner, x)
         s.engine.wait_until_idle()
@@ -725,7 +752,7 @@ def test_all_chunks_of_a_tensor_have_arrived_after_wait(sim: Simulator, ssd_dir:
 def test_a_tensor_that_dies_on_its_way_is_not_held(sim: Simulator, ssd_dir: str) -> None:
     with setup(ssd_dir) as s:
         x = full(3.0)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         with sim.hold(s.out):
             owner = s.engine.offload(x, "x", host=True)
             s.engine.release(owner, x)
@@ -739,8 +766,8 @@ def test_close_waits_for_the_copies_that_the_device_still_makes(sim: Simulator, 
     """Otherwise the buffer is unregistered, and its memory returned, under the copy."""
     with setup(ssd_dir) as s:
         x = full(3.0)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         sim.configure(side_us=300_000)
         owners = [s.engine.offload(x, f"x{number}") for number in range(4)]
-    torch.cuda.synchronize()
+    gpu.synchronize()
     del owners

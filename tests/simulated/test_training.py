@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from device_under_test import DEVICE, TYPE, gpu
 from steps import counted, settled_statistics
 from torch import Tensor, nn
 
@@ -20,12 +21,12 @@ from ssdtrain_fx.studies import zoo
 from ssdtrain_fx.testing import assert_same_bits, gradients_of, toy_hardware
 
 if TYPE_CHECKING:
-    from simulated_cuda import Simulator
+    from simulated_device import Simulator
 
 DISK_BYTES_PER_S = 1e9
 ONLY_DISK: Hardware = toy_hardware(disk_bytes_per_s=DISK_BYTES_PER_S, device="simulated", kernel_s=1e-3)
 HOST_TIER = dataclasses.replace(ONLY_DISK, staging_bytes=64 << 20)
-REFERENCE = "cpu" if "SIMULATED_DEVICE" in os.environ else "cuda"
+REFERENCE = "cpu" if "SIMULATED_DEVICE" in os.environ else TYPE
 """Whose bits are expected: the simulated device has the kernels of the CPU."""
 DELAYS = [(0, 0), (300, 0), (0, 1000), (200, 200)]
 """Up to how many microseconds kernels are late on the default stream, and on side streams."""
@@ -131,7 +132,7 @@ def compare(
     )
     expected = train(name, reference, "aot_eager", loop, regional=regional)
     found: list[dict[str, Tensor]] = []
-    moved = counted(lambda: found.append(train(name, "cuda", backend(config), loop, regional=regional)))
+    moved = counted(lambda: found.append(train(name, TYPE, backend(config), loop, regional=regional)))
     assert_same_bits(found[0], expected)
     assert (moved.offloads > 0) == moves
     gc.collect()
@@ -154,7 +155,7 @@ def test_policy_all(sim: Simulator, ssd_dir: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["encoder", pytest.param("conv", marks=pytest.mark.slow)])
 def test_models_whose_kernels_depend_on_the_device(sim: Simulator, ssd_dir: str, name: str) -> None:
     sim.configure(seed=8, default_us=200, side_us=200, percent=20)
-    compare(ssd_dir, name, reference="cuda")
+    compare(ssd_dir, name, reference=TYPE)
 
 
 def test_policy_auto_with_a_budget_and_the_host_tier(sim: Simulator, ssd_dir: str) -> None:
@@ -229,19 +230,19 @@ def test_training_on_a_stream_of_its_own(sim: Simulator, ssd_dir: str) -> None:
     sim.configure(seed=18, default_us=300, side_us=300, percent=30)
 
     def loop(model: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
-        if not batches[0][0].is_cuda:
+        if batches[0][0].device.type != TYPE:
             ordinary(model, batches)
             return
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream(device=torch.device("cuda:0"))):
+        gpu.synchronize()
+        with gpu.stream(gpu.Stream(device=DEVICE)):
             ordinary(model, batches)
-        torch.cuda.synchronize()
+        gpu.synchronize()
 
     compare(ssd_dir, "gpt", loop)
 
 
 def test_two_devices_at_the_same_time(sim: Simulator, ssd_dir: str) -> None:
-    if torch.cuda.device_count() < 2:
+    if gpu.device_count() < 2:
         pytest.skip("there is one device")
     sim.configure(seed=19, default_us=100, side_us=300, percent=30)
     expected = train("mlp", REFERENCE, "aot_eager", ordinary)
@@ -251,7 +252,9 @@ def test_two_devices_at_the_same_time(sim: Simulator, ssd_dir: str) -> None:
     torch._dynamo.reset()
     for index in range(2):
         model, batches = make("mlp")
-        models.append((model.to(f"cuda:{index}"), [tuple(x.to(f"cuda:{index}") for x in batch) for batch in batches]))
+        models.append(
+            (model.to(f"{TYPE}:{index}"), [tuple(x.to(f"{TYPE}:{index}") for x in batch) for batch in batches])
+        )
     compiled = [torch.compile(model, backend=backend(config)) for model, _ in models]
     for step in range(3):
         losses = [compiled[index](*models[index][1][step]) for index in range(2)]
@@ -272,10 +275,10 @@ def test_the_training_thread_never_waits_for_the_device(sim: Simulator, ssd_dir:
         ssd_dir=ssd_dir,
     )
     model, batches = make("mlp")
-    model, inputs = model.cuda(), [tuple(x.cuda() for x in batch) for batch in batches]
+    model, inputs = model.to(TYPE), [tuple(x.to(TYPE) for x in batch) for batch in batches]
     compiled = torch.compile(model, backend=backend(config))
     ordinary(compiled, inputs)  # compiles
-    torch.cuda.synchronize()
+    gpu.synchronize()
     sim.take_counts()
     ordinary(compiled, inputs)
     assert sim.take_counts().syncs_of_training() == {}
@@ -286,15 +289,15 @@ def test_threads_that_train_on_streams_of_their_own(sim: Simulator, ssd_dir: str
 
     def loop(model: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
         def work(batch: tuple[Tensor, ...]) -> None:
-            if not batch[0].is_cuda:
+            if batch[0].device.type != TYPE:
                 model(*batch).backward()
                 return
-            with torch.cuda.stream(torch.cuda.Stream(device=torch.device("cuda:0"))):
+            with gpu.stream(gpu.Stream(device=DEVICE)):
                 model(*batch).backward()
-                torch.cuda.current_stream().synchronize()
+                gpu.current_stream().synchronize()
 
         for batch in batches:
-            torch.cuda.synchronize()
+            gpu.synchronize()
             thread = threading.Thread(target=work, args=(batch,))
             thread.start()
             thread.join()

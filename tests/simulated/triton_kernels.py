@@ -8,9 +8,9 @@ GPU whose properties Inductor asks for is an H200.
 
 from __future__ import annotations
 
-import simulated_cuda  # before torch
+import simulated_device  # before torch
 
-simulator = simulated_cuda.install()
+simulator = simulated_device.install()
 
 import json
 import re

@@ -12,9 +12,9 @@ faulthandler.enable()
 import os
 
 if "SIMULATED_DEVICE" in os.environ:
-    import simulated_cuda  # before torch
+    import simulated_device  # before torch
 
-    simulator = simulated_cuda.install()
+    simulator = simulated_device.install()
 else:
     import real_cuda
 
@@ -31,6 +31,7 @@ from typing import Any
 import pytest  # what tests import is imported once, not by every forked process
 import torch
 import torch._dynamo
+from device_under_test import gpu
 from real_cuda import SKIPPED
 
 torch._dynamo.reset()  # imports most of Dynamo
@@ -48,8 +49,8 @@ def run_case(module: str, function: str, arguments: dict[str, Any]) -> str | Non
         simulator.configure()
         simulator.take_counts()
         case(sim=simulator, **arguments)
-        for index in range(0 if simulator.failed else torch.cuda.device_count()):
-            torch.cuda.synchronize(index)
+        for index in range(0 if simulator.failed else gpu.device_count()):
+            gpu.synchronize(index)
     except pytest.skip.Exception as reason:
         return f"{SKIPPED}{reason}"
     except (Exception, pytest.fail.Exception):

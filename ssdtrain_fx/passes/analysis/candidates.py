@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from ssdtrain_fx import _torch_private
+from ssdtrain_fx.accelerators import reason_to_refuse
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, Storage, find_written_storages, storages_of
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, is_symbol
 
 TOKEN_BYTES = 8
-SUPPORTED_DEVICES = ("cpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,8 +173,9 @@ def _reason_of_value(node: fx.Node) -> str:
         return f"tensor subclass {type(value).__name__}"
     if value.is_quantized:
         return "quantized tensor"
-    if value.device.type not in SUPPORTED_DEVICES:
-        return f"device {value.device.type} is not one of {', '.join(SUPPORTED_DEVICES)}"
+    refused = reason_to_refuse(value.device.type)
+    if refused:
+        return f"device {refused}"
     return ""
 
 

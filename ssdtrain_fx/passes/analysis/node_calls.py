@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from ssdtrain_fx import _torch_private
+from ssdtrain_fx.accelerators import is_accelerator
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.graph.node_facts import find_own_kernels
@@ -168,7 +169,7 @@ def describe_call(node: fx.Node) -> Call | str:
     devices = [leaf.device for leaf in _torch_private.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     if not devices:
         return "no tensor"
-    return Call(cast(Any, target), args, kwargs, max(devices, key=lambda device: device.type == "cuda"))
+    return Call(cast(Any, target), args, kwargs, max(devices, key=is_accelerator))
 
 
 class _CannotDescribeError(Exception):

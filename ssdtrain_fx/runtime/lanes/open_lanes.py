@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ssdtrain_fx.accelerators import Accelerator, reason_to_refuse
 from ssdtrain_fx.errors import ConfigError, InternalError
 from ssdtrain_fx.memory_limit import MemoryLimit, read_memory_limit
 from ssdtrain_fx.runtime.book.ledger import Ledger
@@ -27,8 +28,9 @@ from ssdtrain_fx.runtime.lanes.lane import Lane
 from ssdtrain_fx.runtime.lanes.threads.kvikio import KvikioLane, KvikioMover
 from ssdtrain_fx.runtime.lanes.threads.kvikio_choice import Kvikio, choose_kvikio, may_use_kvikio
 from ssdtrain_fx.runtime.lanes.threads.thread_lane import ThreadLane
+from ssdtrain_fx.runtime.memory.accelerator import AcceleratorMover
 from ssdtrain_fx.runtime.memory.cuda import CudaMover
-from ssdtrain_fx.runtime.memory.movers import CpuMover
+from ssdtrain_fx.runtime.memory.movers import CpuMover, Mover
 from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, StagingPool
 from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
 from ssdtrain_fx.runtime.policy.patience import Clock
@@ -153,8 +155,9 @@ class Lanes:
 
     def make(self, device_type: str) -> Lane:
         """Make a lane by the configuration and the machine. Only :meth:`of` opens one for use."""
-        if device_type not in ("cpu", "cuda"):
-            raise ConfigError(f"ssdtrain_fx offloads tensors on cpu and cuda devices; got one on {device_type!r}.")
+        refused = reason_to_refuse(device_type)
+        if refused:
+            raise ConfigError(f"ssdtrain_fx cannot offload a tensor on {device_type!r}: {refused}.")
         config, parts, ledger = self._config, self._parts, self.ledger
         drive_count = len(self._directories)
         if device_type == "cuda" and not config.checksum:
@@ -162,11 +165,11 @@ class Lanes:
             if kvikio is not None:
                 return KvikioLane(ledger, kvikio, KvikioMover(parts.cuda), drive_count)
         tensor_memory = TensorMemory() if device_type == "cpu" else None
-        mover = CpuMover() if device_type == "cpu" else CudaMover(parts.cuda)
+        mover = self._make_mover(device_type)
         budget_bytes = config.host_budget_bytes
         if budget_bytes is None:
             budget_bytes = mover.default_budget_bytes * drive_count
-        pool = StagingPool(budget_bytes, self._chunk_size(CHUNK_BYTES))
+        pool = StagingPool(budget_bytes, self._chunk_size(CHUNK_BYTES), mover.make_buffer)
         aio = None if tensor_memory is None else self._open_aio()
         if tensor_memory is not None and aio is not None:
             return AioLane(
@@ -182,6 +185,11 @@ class Lanes:
         return ThreadLane(
             ledger, mover, pool, thread_count=thread_count, checksum=config.checksum, tensor_memory=tensor_memory
         )
+
+    def _make_mover(self, device_type: str) -> Mover:
+        if device_type == "cpu":
+            return CpuMover()
+        return CudaMover(self._parts.cuda) if device_type == "cuda" else AcceleratorMover(Accelerator(device_type))
 
     def _open_aio(self) -> Aio | None:
         """None: threads have to do the work."""

@@ -1,127 +1,46 @@
-"""Copies between GPU memory and pinned staging buffers, on side streams.
+"""Copies between CUDA memory and staging buffers that are registered with CUDA.
 
-Why side streams: a copy on the compute stream would delay the computation; on a side stream, the two overlap.
-
-Guarantees, per device and in the order of the device's work:
-
-* A copy out starts after the work that was enqueued on the caller's stream before ``offload``.
-* ``release`` makes the caller's stream wait for the copies out; the host does not block for the device.
-* A copy in starts after the work that was enqueued on the caller's stream before ``reload``. Otherwise 1. a kernel
-  still reads memory that Python has already freed, 2. the caching allocator gives it to ``reload``, which is correct
-  for work on the same stream, 3. the copy on the side stream overwrites it too early.
-* The lane keeps source, target and buffer alive until the event of the copy has completed, so ``record_stream`` is not
-  needed.
+Why registered: torch's own allocator of pinned memory rounds sizes up to powers of two, and does not align them to huge
+pages.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssdtrain_fx.errors import ConfigError
-from ssdtrain_fx.runtime.memory.movers import Mark, Region
-from ssdtrain_fx.runtime.memory.staging import CUDA_BUDGET_BYTES, StagingBuffer
+from ssdtrain_fx.runtime.memory.staging import StagingBuffer
+from ssdtrain_fx.runtime.memory.stream_mover import StreamMover, pinning_error
 
 _HOST_REGISTER_PORTABLE = 1  # pinned for every device, not only the current one
 
 
-class _SideStreams:
-    """One stream per direction for one device. ``lock`` keeps a copy and its event together."""
-
-    def __init__(self, cuda: Any, device: torch.device) -> None:
-        self.lock = threading.Lock()
-        self.out = cuda.Stream(device=device)
-        self.back = cuda.Stream(device=device)
-
-
-class CudaMover:
-    """Enqueues copies. Only :meth:`wait_host` and :meth:`copy_kept` block."""
-
-    thread_count = 4
-    default_budget_bytes = CUDA_BUDGET_BYTES
-    enqueues = True
+class CudaMover(StreamMover):
+    """See :class:`StreamMover`."""
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
         """``cuda`` is ``torch.cuda`` or an object with the same functions."""
-        self._cuda = cuda
-        self._lock = threading.Lock()
-        self._streams: dict[torch.device, _SideStreams] = {}
+        super().__init__(cuda)
 
-    def mark(self, device: torch.device) -> Mark:
-        return self._record(self._cuda.current_stream(device))
-
-    def stream(self, device: torch.device) -> object:
-        return self._cuda.current_stream(device)
-
-    def copy_out(self, source: Region, start: int, length: int, buffer: StagingBuffer, after: Mark) -> Mark:
-        pinned = self._pinned(buffer)
-        device = source.tensor.device
-        streams = self._side_streams(device)
-        with streams.lock, self._cuda.stream(streams.out):
-            streams.out.wait_event(after)
-            pinned[:length].copy_(source.as_bytes()[start : start + length], non_blocking=True)
-            return self._record(streams.out)
-
-    def copy_in(self, buffer: StagingBuffer, target: Region, start: int, length: int, after: Sequence[Mark]) -> Mark:
-        return self._copy_back(self._pinned(buffer), target, start, length, after)
-
-    def copy_kept(self, kept: Tensor, target: Region, start: int, length: int, after: Sequence[Mark]) -> None:
-        mark = self._copy_back(kept, target, start, length, after)
-        self.wait_host(mark)
-
-    def wait_host(self, mark: Mark) -> None:
-        if mark is not None:
-            mark.synchronize()
-
-    def wait_stream(self, mark: Mark, device: torch.device) -> None:
-        if mark is not None:
-            self._cuda.current_stream(device).wait_event(mark)
+    def make_buffer(self, size_bytes: int) -> StagingBuffer:
+        return StagingBuffer(size_bytes)
 
     def forget(self, buffers: Sequence[StagingBuffer]) -> None:
         for buffer in buffers:
             if buffer.pinned is not None:
                 buffer.pinned = None
-                _error_of(self._cuda.cudart().cudaHostUnregister(buffer.address))
-
-    def _copy_back(self, source: Tensor, target: Region, start: int, length: int, after: Sequence[Mark]) -> Mark:
-        streams = self._side_streams(target.tensor.device)
-        with streams.lock, self._cuda.stream(streams.back):
-            for mark in after:
-                if mark is not None:
-                    streams.back.wait_event(mark)
-            target.as_bytes()[start : start + length].copy_(source[:length], non_blocking=True)
-            return self._record(streams.back)
-
-    def _record(self, stream: Any) -> Mark:
-        event = self._cuda.Event()
-        event.record(stream)
-        return event
-
-    def _side_streams(self, device: torch.device) -> _SideStreams:
-        streams = self._streams.get(device)
-        if streams is None:
-            with self._lock:
-                streams = self._streams.get(device)  # another thread may have been first
-                if streams is None:
-                    streams = self._streams[device] = _SideStreams(self._cuda, device)
-        return streams
+                _error_of(self._functions.cudart().cudaHostUnregister(buffer.address))
 
     def _pinned(self, buffer: StagingBuffer) -> Tensor:
-        """The buffer as a tensor. It is registered on first use, because that takes milliseconds. No lock is needed:
-        the caller is the only user of the buffer, or got it from a copy that has registered it."""
-        if buffer.pinned is None:
-            result = self._cuda.cudart().cudaHostRegister(buffer.address, buffer.size_bytes, _HOST_REGISTER_PORTABLE)
-            error = _error_of(result)
+        if buffer.pinned is None:  # on first use, because registering takes milliseconds
+            cudart = self._functions.cudart()
+            error = _error_of(cudart.cudaHostRegister(buffer.address, buffer.size_bytes, _HOST_REGISTER_PORTABLE))
             if error != 0:
-                raise ConfigError(
-                    f"cannot pin {buffer.size_bytes} bytes of host memory (CUDA error {error}). "
-                    "Lower host_budget_bytes, or raise the limit on locked memory (ulimit -l)."
-                )
+                raise pinning_error(buffer.size_bytes, f"CUDA error {error}")
             buffer.pinned = torch.frombuffer(buffer.view, dtype=torch.uint8)
         return buffer.pinned
 

@@ -49,6 +49,10 @@ class Mover(Protocol):
     enqueues: bool
     """Copies return before they have finished, so that the thread that calls ``offload`` can start them itself."""
 
+    def make_buffer(self, size_bytes: int) -> StagingBuffer:
+        """A staging buffer that this mover can copy to and from."""
+        ...
+
     def mark(self, device: torch.device) -> Mark:
         """Mark the current point of the caller's current stream."""
         ...
@@ -88,6 +92,9 @@ class CpuMover:
     thread_count = 2
     default_budget_bytes = CPU_BUDGET_BYTES
     enqueues = False
+
+    def make_buffer(self, size_bytes: int) -> StagingBuffer:
+        return StagingBuffer(size_bytes)
 
     def mark(self, device: torch.device) -> Mark:
         return None

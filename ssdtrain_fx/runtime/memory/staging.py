@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from torch import Tensor
 CHUNK_BYTES = 2 << 20
 CPU_BUDGET_BYTES = 16 << 20
 HUGE_PAGE_BYTES = 2 << 20
-CUDA_BUDGET_BYTES = 1 << 30
+PINNED_BUDGET_BYTES = 1 << 30
 MIN_BUFFERS = 2
 
 
@@ -62,8 +63,14 @@ class StagingBuffer:
 class StagingPool:
     """Up to ``budget_bytes`` of buffers, created on demand."""
 
-    def __init__(self, budget_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        chunk_bytes: int = CHUNK_BYTES,
+        make_buffer: Callable[[int], StagingBuffer] = StagingBuffer,
+    ) -> None:
         self.chunk_bytes = chunk_bytes
+        self._make_buffer = make_buffer
         self.buffer_limit = max(MIN_BUFFERS, budget_bytes // chunk_bytes)
         self._free: list[StagingBuffer] = []
         self._all: list[StagingBuffer] = []
@@ -88,7 +95,7 @@ class StagingPool:
         if self._free:
             buffer = self._free.pop()
         elif len(self._all) < self.buffer_limit:
-            buffer = StagingBuffer(self.chunk_bytes)
+            buffer = self._make_buffer(self.chunk_bytes)
             self._all.append(buffer)
         else:
             return None

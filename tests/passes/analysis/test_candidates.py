@@ -125,14 +125,21 @@ class TestStays:
         (candidate,) = again(joint).candidates
         assert candidate.reason_to_keep == "tensor subclass Tagged"
 
-    def test_other_devices(self) -> None:
+    @pytest.mark.parametrize(
+        ("device", "reason"),
+        [
+            ("xpu", "device xpu is not one of cpu, cuda"),
+            ("mps", "device mps shares its memory with the CPU, so offloading from it would free nothing"),
+        ],
+    )
+    def test_other_devices(self, device: str, reason: str) -> None:
         joint = capture_exp().join()
         (exp,) = calls(joint.graph, aten.exp.default)
         with exp.meta["val"].fake_mode:
-            elsewhere = torch.empty(4, 6, device="xpu")
+            elsewhere = torch.empty(4, 6, device=device)
         for node in (exp, *joint.saved):
             node.meta["val"] = elsewhere
-        assert made_by(again(joint), aten.exp.default).reason_to_keep == "device xpu is not one of cpu, cuda"
+        assert made_by(again(joint), aten.exp.default).reason_to_keep == reason
 
     def test_sizes_that_depend_on_data(self) -> None:
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

@@ -1,7 +1,8 @@
-"""Makes ``torch.cuda`` of this process a simulated accelerator: see ``device.cpp``. Import it before torch.
+"""Gives this process a simulated accelerator: see ``device.cpp``. Import it before torch.
 
-Only the parts of ``torch.cuda`` that the package, Dynamo and AOTAutograd use are replaced. ``$SIMULATED_DEVICE`` is the
-path of the library.
+It takes the place of ``torch.cuda``, of which only the parts that the package, Dynamo and AOTAutograd use are replaced.
+With another ``$SIMULATED_TYPE`` than ``cuda``, it is a device of this name that torch does not know, and that the
+package finds by ``torch.accelerator``. ``$SIMULATED_DEVICE`` is the path of the library, built for one of the two.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import importlib.util
 import os
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +33,11 @@ def _load() -> ctypes.CDLL:
 _library = _load()
 
 import torch
+
+TYPE = os.environ["SIMULATED_TYPE"]
+if TYPE != "cuda":
+    torch.utils.rename_privateuse1_backend(TYPE)
+
 import torch._meta_registrations  # shapes of operators whose meta kernels are in Python
 from torch import Tensor
 
@@ -85,6 +92,9 @@ class Simulator:
             ctypes.c_size_t,
         ]
         library.simulated_report.restype = ctypes.c_size_t
+        library.simulated_is_pinned.argtypes = [ctypes.c_void_p]
+        library.simulated_is_pinned.restype = ctypes.c_bool
+        library.simulated_refuse_pinning.argtypes = [ctypes.c_bool]
         library.simulated_install()
 
     def configure(
@@ -99,7 +109,7 @@ class Simulator:
     @contextlib.contextmanager
     def hold(self, stream: torch.Stream | None = None) -> Iterator[None]:
         """Within the block, the stream begins nothing. None: the current stream."""
-        chosen = torch.cuda.current_stream() if stream is None else stream
+        chosen = torch.accelerator.current_stream() if stream is None else stream
         self.set_held(chosen, True)
         try:
             yield
@@ -126,6 +136,19 @@ class Simulator:
     def fail_next(self, stream: torch.Stream) -> None:
         """The next kernel that is enqueued on ``stream`` fails, and everything on the device that would run later."""
         self._library.simulated_fail_next(stream.device_index, stream.stream_id)
+
+    def is_pinned(self, address: int) -> bool:
+        """Whether copies may access host memory asynchronously."""
+        return self._library.simulated_is_pinned(address)
+
+    @contextlib.contextmanager
+    def refuse_pinning(self) -> Iterator[None]:
+        """Within the block, no host memory can be pinned."""
+        self._library.simulated_refuse_pinning(True)
+        try:
+            yield
+        finally:
+            self._library.simulated_refuse_pinning(False)
 
     def repair(self) -> None:
         for index in range(DEVICE_COUNT):
@@ -178,10 +201,10 @@ def _index(device: Any) -> int:
 
 
 class Event(torch.Event):
-    """``torch.cuda.Event``."""
+    """``torch.cuda.Event``. What is made is no subclass, because ``elapsed_time`` takes none."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        return super().__new__(cls, device="cuda", enable_timing=enable_timing)
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+        return torch.Event(device=TYPE, enable_timing=enable_timing)
 
 
 class _Device:
@@ -227,9 +250,8 @@ class _Properties(NamedTuple):
 
 
 def install() -> Simulator:
-    """Replace ``torch.cuda`` and return the simulator behind it."""
+    """Replace ``torch.cuda``, or register another device, and return the simulator behind it."""
     simulator = Simulator(_library)
-    cuda: Any = torch.cuda
 
     def get_rng_state(device: Any = None) -> Tensor:
         return torch.tensor(simulator.generator(device), dtype=torch.int64).view(torch.uint8)
@@ -275,6 +297,7 @@ def install() -> Simulator:
         "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: simulator.memory(device).allocated_bytes,
         "max_memory_allocated": lambda device=None: simulator.memory(device).peak_bytes,
+        "reset_peak_memory_stats": lambda device=None: torch.accelerator.reset_peak_memory_stats(_index(device)),
         "memory_reserved": lambda device=None: simulator.memory(device).allocated_bytes,
         "memory_stats": memory_stats,
         "mem_get_info": mem_get_info,
@@ -285,10 +308,42 @@ def install() -> Simulator:
         "manual_seed": lambda seed: simulator.generator(None, (int(seed), 0)),
         "manual_seed_all": seed_all,
     }
+    if TYPE == "cuda":
+        _replace_cuda(replaced)
+    else:
+        _register_device(replaced)
+    return simulator
+
+
+def _replace_cuda(functions: dict[str, Any]) -> None:
     private: Any = torch._C
     private._cuda_getCurrentRawStream = lambda index: 0  # Dynamo imports it
-    for name, value in replaced.items():
-        setattr(cuda, name, value)
+    for name, value in functions.items():
+        setattr(torch.cuda, name, value)
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
-        setattr(cuda.random, name, replaced[name])
-    return simulator
+        setattr(torch.cuda.random, name, functions[name])
+
+
+def _register_device(functions: dict[str, Any]) -> None:
+    from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
+
+    module: Any = types.ModuleType(f"torch.{TYPE}")
+    for name, value in {**functions, "get_amp_supported_dtype": list, "_is_in_bad_fork": lambda: False}.items():
+        setattr(module, name, value)
+    torch._register_device_module(TYPE, module)
+
+    class Interface(DeviceInterface):
+        pass
+
+    for name in (
+        "Event",
+        "Stream",
+        "current_device",
+        "current_stream",
+        "device_count",
+        "is_available",
+        "set_device",
+        "synchronize",
+    ):
+        setattr(Interface, name, module.Event if name == "Event" else staticmethod(getattr(module, name)))
+    register_interface_for_device(TYPE, Interface)

@@ -42,6 +42,12 @@ def reason_to_refuse(device_type: str) -> str:
     return "" if device_type in supported else f"{device_type} is not one of {', '.join(supported)}"
 
 
+def available_type() -> str | None:
+    """The type of the accelerator that this machine has. None if it has none that is supported."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    return None if here is None or reason_to_refuse(here.type) else here.type
+
+
 def device_functions(device_type: str) -> Any:
     """``torch.cuda``, or an object with those of its functions that are used here."""
     return torch.cuda if device_type == "cuda" else Accelerator(device_type)

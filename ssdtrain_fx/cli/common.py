@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Self, cast
 
 import typer
 from rich.console import Console
@@ -33,7 +33,9 @@ EXIT_DIFFERENT = 1
 EXIT_PROBLEM = 1
 EXIT_FAILED = 3
 
-DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: use a GPU if there is one.")]
+DeviceOption = Annotated[
+    str, typer.Option(help="auto: use an accelerator if there is one. cpu, cuda, or the type of another accelerator.")
+]
 SsdDirOption = Annotated[
     list[Path] | None,
     typer.Option(

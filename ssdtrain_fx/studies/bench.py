@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from ssdtrain_fx.accelerators import device_functions
 from ssdtrain_fx.machine.system import block_device, cpu_model
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.storage.directory import file_system_type
@@ -144,7 +145,7 @@ def describe_machine(device: str, directories: Sequence[str]) -> dict[str, Any]:
         "machine": {
             "cpu": cpu_model() or "unknown",
             "cores": os.cpu_count(),
-            "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+            "gpu": None if device == "cpu" else device_functions(device).get_device_name(),
             "kernel": platform.release(),
             "ssd_file_systems": [file_system_type(directory) for directory in directories],
             "ssd_block_devices": [block_device(directory) or "unknown" for directory in directories],

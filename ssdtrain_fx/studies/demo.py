@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
+from ssdtrain_fx.accelerators import device_functions
 from ssdtrain_fx.studies.comparison import (
     CONFIDENCE,
     Difference,
@@ -72,10 +72,10 @@ class Comparison:
 def default_run(device: str) -> Run:
     """A GPT-2 that trains in seconds per step here: the more memory there is, the larger the batch."""
     # On a CPU the processor itself copies, so every byte costs time: with the default much would stay in memory.
-    options: dict[str, Any] = {"max_slowdown": 0.01 if device == "cuda" else 0.1}
+    options: dict[str, Any] = {"max_slowdown": 0.1 if device == "cpu" else 0.01}
     run = Run(model="gpt2", layers=12, vocab=256, text=True, optimizer="adamw", device=device, options=options)
-    if device == "cuda":
-        roomy = torch.cuda.mem_get_info()[0] > 20 << 30
+    if device != "cpu":
+        roomy = device_functions(device).mem_get_info()[0] > 20 << 30
         return dataclasses.replace(run, hidden=768, sequence=1024, batch=16 if roomy else 4)
     roomy = _available_memory_bytes() > 8 << 30 and (os.cpu_count() or 1) > 1
     return dataclasses.replace(run, layers=4, hidden=384, sequence=512, batch=8 if roomy else 2)

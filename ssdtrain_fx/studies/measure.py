@@ -38,6 +38,7 @@ from typing import IO, Any, ClassVar, Literal, Self, cast
 import torch
 from torch import Tensor
 
+from ssdtrain_fx.accelerators import available_type, reason_to_refuse
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.units import format_bytes
 
@@ -514,15 +515,17 @@ def digest_of(digests: Iterable[str]) -> str:
 
 
 def choose_device(name: str) -> str:
-    """The device that `auto`, `cpu` or `cuda` means here.
+    """The device that `auto`, `cpu`, `cuda` or another accelerator means here.
 
     Raises:
-        ValueError: `cuda` is asked for and there is none, or the name is unknown.
+        ValueError: an accelerator is asked for and there is none, or it is not supported.
     """
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"Unknown device {name!r}. Valid devices: auto, cpu, cuda.")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("Device 'cuda' is asked for, but torch sees no CUDA device. Use 'cpu' or 'auto'.")
-    return name
+    here = available_type()
+    if name in ("auto", here):
+        return here or "cpu"
+    if name == "cpu":
+        return name
+    refused = reason_to_refuse(name)
+    if refused:
+        raise ValueError(f"Device {name!r} cannot be used: {refused}. Use 'cpu' or 'auto'.")
+    raise ValueError(f"Device {name!r} is asked for, but torch sees no such device. Use 'cpu' or 'auto'.")

@@ -20,9 +20,8 @@ import time
 from pathlib import Path
 from typing import Self
 
-import torch
-
 import ssdtrain_fx
+from ssdtrain_fx.accelerators import device_functions
 
 STATUS = Path("/proc/self/status")
 STATM = Path("/proc/self/statm")
@@ -33,14 +32,14 @@ SAMPLE_INTERVAL_S = 0.002
 
 def used_bytes(device: str) -> int:
     if device != "cpu":
-        return torch.cuda.memory_allocated()
+        return device_functions(device).memory_allocated()
     return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def reset_peak(device: str) -> bool:
     """Let `peak_bytes` begin anew. False where the system does not permit that, as in some containers."""
     if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
+        device_functions(device).reset_peak_memory_stats()
         return True
     try:
         CLEAR_REFS.write_text(RESET_PEAK_RSS)
@@ -52,7 +51,7 @@ def reset_peak(device: str) -> bool:
 def peak_bytes(device: str) -> int:
     """The most that this process held since the last `reset_peak`; without a reset, since it began."""
     if device != "cpu":
-        return torch.cuda.max_memory_allocated()
+        return device_functions(device).max_memory_allocated()
     for line in STATUS.read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdtrain_fx import _torch_private
+from ssdtrain_fx.accelerators import device_functions, find_accelerator
 from ssdtrain_fx.compiler.dynamo_backend import backend as make_backend
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.passes.planning.policy import Budget, Costs, Decision, StepAnalysis
@@ -88,7 +89,7 @@ class Trainer:
             duration_s = time.perf_counter() - began_s
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
             if gate and run.device != "cpu":
-                torch.cuda.empty_cache()
+                device_functions(run.device).empty_cache()
         process_peak_bytes = peak_bytes(run.device)
         hashed = sampled or run.hashed_steps is None or index < run.hashed_steps
         return Step(
@@ -146,7 +147,7 @@ class Trainer:
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """SHA-256 of the bytes of each tensor."""
-    if any(tensor.is_cuda for tensor in tensors.values()):  # on a CPU, threads would add heaps to a process
+    if find_accelerator(tensors.values()) is not None:  # on a CPU, threads would add heaps to a process
         with ThreadPoolExecutor() as pool:
             return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
     return {name: _digest(tensor) for name, tensor in tensors.items()}
@@ -205,7 +206,7 @@ def _run_alone(gate: str) -> Generator[None]:
 
 def _synchronize(device: str) -> None:
     if device != "cpu":
-        torch.cuda.synchronize()
+        device_functions(device).synchronize()
 
 
 @contextlib.contextmanager

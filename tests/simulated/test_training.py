@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
 import threading
+import unittest.mock
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +16,12 @@ import torch
 from device_under_test import DEVICE, TYPE, gpu
 from steps import counted, settled_statistics
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ssdtrain_fx import OffloadConfig, Statistics, backend
+from ssdtrain_fx.errors import SSDTrainError
 from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.runtime.book import admission
 from ssdtrain_fx.studies import zoo
 from ssdtrain_fx.testing import assert_same_bits, gradients_of, toy_hardware
 
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 DISK_BYTES_PER_S = 1e9
 ONLY_DISK: Hardware = toy_hardware(disk_bytes_per_s=DISK_BYTES_PER_S, device="simulated", kernel_s=1e-3)
 HOST_TIER = dataclasses.replace(ONLY_DISK, staging_bytes=64 << 20)
+FAST_DISK: Hardware = toy_hardware(disk_bytes_per_s=1e12, device="simulated", kernel_s=1e-3)
 REFERENCE = "cpu" if "SIMULATED_DEVICE" in os.environ else TYPE
 """Whose bits are expected: the simulated device has the kernels of the CPU."""
 DELAYS = [(0, 0), (300, 0), (0, 1000), (200, 200)]
@@ -76,13 +82,20 @@ class Mlp(nn.Module):
         return self.layers(x).square().sum()
 
 
+class Checkpointed(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x.square().sum()
+
+
 def make(name: str) -> tuple[nn.Module, list[tuple[Tensor, ...]]]:
     """A model and the data of three steps, on the CPU."""
     torch.manual_seed(0)
     if name == "gpt":
         return Gpt(), [(torch.randint(64, (4, 16)),) for _ in range(3)]
-    if name == "mlp":
-        return Mlp(), [(torch.randn(512, 64),) for _ in range(3)]
+    if name in ("mlp", "checkpointed"):
+        return Mlp() if name == "mlp" else Checkpointed(), [(torch.randn(512, 64),) for _ in range(3)]
     model, make_batch = zoo.build(name, layers=2, hidden=64, sequence=32, vocab=128, batch=2)
     generator = torch.Generator().manual_seed(1)
     return model, [make_batch(generator) for _ in range(3)]
@@ -152,7 +165,16 @@ def test_policy_all(sim: Simulator, ssd_dir: str, name: str) -> None:
     assert moved.bytes_read > 0
 
 
-@pytest.mark.parametrize("name", ["encoder", pytest.param("conv", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "encoder",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("conv", "gpt2", "bert", "t5", "llama", "mixtral", "vit")
+        ),
+    ],
+)
 def test_models_whose_kernels_depend_on_the_device(sim: Simulator, ssd_dir: str, name: str) -> None:
     sim.configure(seed=8, default_us=200, side_us=200, percent=20)
     compare(ssd_dir, name, reference=TYPE)
@@ -282,6 +304,95 @@ def test_the_training_thread_never_waits_for_the_device(sim: Simulator, ssd_dir:
     sim.take_counts()
     ordinary(compiled, inputs)
     assert sim.take_counts().syncs_of_training() == {}
+
+
+def test_accumulated_gradients_and_an_optimizer(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=21, default_us=200, side_us=300, percent=30)
+
+    def loop(model: Any, batches: Sequence[tuple[Tensor, ...]]) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            for batch in batches:
+                (model(*batch) / len(batches)).backward()
+            optimizer.step()
+
+    compare(ssd_dir, "mlp", loop)
+
+
+def test_checkpointed_layers(sim: Simulator, ssd_dir: str) -> None:
+    """What a checkpoint saves is offloaded, and backward computes the layer again from what is reloaded."""
+    sim.configure(seed=22, default_us=200, side_us=300, percent=30)
+
+    def loop(model: Any, batches: Sequence[tuple[Tensor, ...]]) -> None:
+        ordinary(model, batches)
+
+    compare(ssd_dir, "checkpointed", loop)
+
+
+def test_a_budget_in_a_chain_of_graphs(sim: Simulator, ssd_dir: str) -> None:
+    sim.configure(seed=23, default_us=200, side_us=300, percent=30)
+    compare(ssd_dir, "gpt", regional=True, policy="auto", memory_budget_bytes=150_000, recompute=False)
+
+
+def test_tensors_that_stay_to_save_time(sim: Simulator, ssd_dir: str) -> None:
+    """The disk is slower than planned. What would come back too late stays on the device."""
+    sim.configure(seed=24, default_us=100, side_us=300, percent=30)
+
+    def loop(model: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
+        for _ in range(4):
+            ordinary(model, batches)
+
+    options: dict[str, Any] = {"policy": "auto", "max_slowdown": 1e-6, "recompute": False, "hardware": FAST_DISK}
+    with unittest.mock.patch.object(admission, "BALANCE_LIMIT_S", 1e-6):  # nothing has been saved up for stalls
+        moved = compare(ssd_dir, "mlp", loop, **options)
+    assert moved.kept_for_time_bytes > 0
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "MemoryError"])
+def test_a_step_after_one_that_was_interrupted(sim: Simulator, ssd_dir: str, error: str) -> None:
+    """The exception comes at some instruction of the runtime in forward; the thread of backward belongs to torch."""
+    from interrupter import Interrupter
+
+    sim.configure(seed=25, default_us=100, side_us=300, percent=30)
+    raised: type[BaseException] = {"KeyboardInterrupt": KeyboardInterrupt, "MemoryError": MemoryError}[error]
+
+    def loop(model: Any, batches: Sequence[tuple[Tensor, ...]]) -> None:
+        ordinary(model, batches)
+        if batches[0][0].device.type != TYPE:
+            return
+        kept = [parameter.grad for parameter in model.parameters()]
+        for at in range(100, 1500, 200):
+            for parameter in model.parameters():
+                parameter.grad = None
+            with contextlib.suppress(raised, SSDTrainError), Interrupter(at, raised) as interrupter:
+                ordinary(model, batches[:1])
+            assert interrupter.place, f"the step has {interrupter.count} points, and not {at}"
+        for parameter in model.parameters():
+            parameter.grad = None
+        ordinary(model, batches)
+        for parameter, gradient in zip(model.parameters(), kept, strict=True):
+            assert gradient is not None
+            assert torch.equal(parameter.grad, gradient)
+
+    compare(ssd_dir, "mlp", loop)
+
+
+def test_a_forked_process_leaves_the_training_alone(sim: Simulator, ssd_dir: str) -> None:
+    """A worker of a data loader is forked between forward and backward, and ends by itself."""
+    sim.configure(seed=26, default_us=100, side_us=1000, percent=30)
+
+    def loop(model: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
+        for batch in batches:
+            loss = model(*batch)
+            child = os.fork()
+            if child == 0:
+                gc.collect()
+                os._exit(0)
+            loss.backward()
+            assert os.waitpid(child, 0)[1] == 0
+
+    compare(ssd_dir, "mlp", loop)
 
 
 def test_threads_that_train_on_streams_of_their_own(sim: Simulator, ssd_dir: str) -> None:

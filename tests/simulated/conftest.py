@@ -1,7 +1,8 @@
 """Tests with the argument ``sim`` run in another process, which has a simulated device.
 
 They run twice: once the device is ``torch.cuda``, and once one that torch does not know. With the mark ``only_cuda``,
-they run once. Their other arguments must be values that JSON can hold; ``ssd_dir`` is one.
+they run once; with ``quick_on_cuda``, only the first run is quick. Their other arguments must be values that JSON can
+hold; ``ssd_dir`` is one.
 
 With ``--real-device``, it is a GPU.
 """
@@ -48,8 +49,11 @@ def sim(request: pytest.FixtureRequest, _device_processes: dict[str, DeviceProce
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "sim" in metafunc.fixturenames:
-        once = metafunc.config.getoption("--real-device") or any(metafunc.definition.iter_markers("only_cuda"))
-        metafunc.parametrize("sim", ["cuda"] if once else ["cuda", "simulated"], indirect=True)
+        definition = metafunc.definition
+        once = metafunc.config.getoption("--real-device") or any(definition.iter_markers("only_cuda"))
+        marks = [pytest.mark.slow] if any(definition.iter_markers("quick_on_cuda")) else []
+        other = [] if once else [pytest.param("simulated", marks=marks)]
+        metafunc.parametrize("sim", ["cuda", *other], indirect=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -843,6 +843,12 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input * mask * (p < 1 ? 1 / (1 - p) : 0.0), mask.to(at::kBool)};
 }
 
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  c10::Stack stack{self.to(at::kFloat), bins, min, max};  // a GPU counts integers, the CPU does not
+  fallback(c10::Dispatcher::singleton().findSchemaOrThrow("aten::histc", ""), &stack);
+  return stack[0].toTensor().to(self.scalar_type());
+}
+
 void record_stream(Tensor& self, c10::Stream stream) {
   guard.recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
@@ -883,6 +889,7 @@ TORCH_LIBRARY_IMPL(aten, KEY, m) {
   for (const char* name : {"native_layer_norm", "native_layer_norm_backward", "native_group_norm",
                            "native_group_norm_backward", "convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("histc", &histc);
   m.impl("record_stream", &record_stream);
   m.impl("as_strided", [](const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
     return at::native::as_strided_tensorimpl(self, size, stride, offset);

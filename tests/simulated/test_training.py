@@ -154,6 +154,7 @@ def compare(
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
+@pytest.mark.quick_on_cuda
 def test_policy_all(sim: Simulator, ssd_dir: str, name: str) -> None:
     def loop(model: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
         for seed, (default_us, side_us) in enumerate(DELAYS):
@@ -175,6 +176,7 @@ def test_policy_all(sim: Simulator, ssd_dir: str, name: str) -> None:
         ),
     ],
 )
+@pytest.mark.quick_on_cuda
 def test_models_whose_kernels_depend_on_the_device(sim: Simulator, ssd_dir: str, name: str) -> None:
     sim.configure(seed=8, default_us=200, side_us=200, percent=20)
     compare(ssd_dir, name, reference=TYPE)
@@ -186,6 +188,7 @@ def test_policy_auto_with_a_budget_and_the_host_tier(sim: Simulator, ssd_dir: st
     assert moved.host_bytes > 0
 
 
+@pytest.mark.quick_on_cuda
 def test_policy_auto_recomputes(sim: Simulator, ssd_dir: str) -> None:
     sim.configure(seed=10, default_us=200, side_us=200, percent=20)
     compare(ssd_dir, "gpt", policy="auto", max_slowdown=1.0)
@@ -198,17 +201,20 @@ def test_a_host_tier_that_is_too_small_is_demoted(sim: Simulator, ssd_dir: str) 
     assert moved.bytes_written > 0
 
 
+@pytest.mark.quick_on_cuda
 def test_checksums(sim: Simulator, ssd_dir: str) -> None:
     sim.configure(seed=12, default_us=100, side_us=300, percent=30)
     compare(ssd_dir, "mlp", checksum=True)
 
 
+@pytest.mark.quick_on_cuda
 def test_a_chain_of_graphs(sim: Simulator, ssd_dir: str) -> None:
     sim.configure(seed=13, default_us=100, side_us=300, percent=30)
     moved = compare(ssd_dir, "gpt", regional=True)
     assert moved.ahead_bytes > 0
 
 
+@pytest.mark.quick_on_cuda
 def test_second_backward_with_retain_graph(sim: Simulator, ssd_dir: str) -> None:
     sim.configure(seed=14, default_us=100, side_us=300, percent=30)
 
@@ -220,6 +226,7 @@ def test_second_backward_with_retain_graph(sim: Simulator, ssd_dir: str) -> None
     compare(ssd_dir, "gpt", loop)
 
 
+@pytest.mark.quick_on_cuda
 def test_losses_that_are_dropped(sim: Simulator, ssd_dir: str) -> None:
     sim.configure(seed=15, default_us=100, side_us=1000, percent=30)
 
@@ -242,12 +249,14 @@ def test_two_forwards_before_their_backwards(sim: Simulator, ssd_dir: str) -> No
     compare(ssd_dir, "mlp", loop)
 
 
+@pytest.mark.quick_on_cuda
 def test_a_full_disk_keeps_bytes_in_memory(sim: Simulator, ssd_dir: str) -> None:
     sim.configure(seed=17, default_us=100, side_us=1000, percent=50)
     moved = compare(ssd_dir, "mlp", disk_reserve_bytes=1 << 60)
     assert moved.kept_bytes > 0
 
 
+@pytest.mark.quick_on_cuda
 def test_training_on_a_stream_of_its_own(sim: Simulator, ssd_dir: str) -> None:
     sim.configure(seed=18, default_us=300, side_us=300, percent=30)
 
@@ -395,6 +404,7 @@ def test_a_forked_process_leaves_the_training_alone(sim: Simulator, ssd_dir: str
     compare(ssd_dir, "mlp", loop)
 
 
+@pytest.mark.quick_on_cuda
 def test_threads_that_train_on_streams_of_their_own(sim: Simulator, ssd_dir: str) -> None:
     sim.configure(seed=20, default_us=300, side_us=300, percent=30)
 

@@ -66,7 +66,7 @@ def test_help_of_the_demo_lists_its_options() -> None:
         (("--stepps", "3"), "No such option"),
         (("--steps", "1"), "Invalid value for '--steps'"),
         (("--hidden", "100"), "100 is not a multiple of 64"),
-        (("--device", "tpu"), "'tpu' is not one of"),
+        (("--device", "tpu"), "tpu is not one of"),
         (("--ssd-dir", "/nowhere/at/all"), "does not exist"),
         (("--json", "/nowhere/at/all.json"), "The directory of /nowhere/at/all.json does not exist"),
     ],

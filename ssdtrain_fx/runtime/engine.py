@@ -151,12 +151,13 @@ class Engine:
         owner = Owner(self, handle, ledger.note_death)
         entry.owner = OwnerRef(owner, ledger.dead_owners.append)
         entry.owner.handle = handle
+        is_ahead = self._stalls.is_ahead(entry)
         with ledger.lock, ledger.change:
             ledger.begin_op(name)
-            unplanned_s = self._stalls.predict_s(lane, entry, site.out_s, site.back_s)
+            unplanned_s = self._stalls.predict_s(lane, entry, site.out_s, site.back_s, is_ahead=is_ahead)
             if unplanned_s:  # earlier transfers may have finished unnoticed
                 lane.make_progress()
-                unplanned_s = self._stalls.predict_s(lane, entry, site.out_s, site.back_s)
+                unplanned_s = self._stalls.predict_s(lane, entry, site.out_s, site.back_s, is_ahead=is_ahead)
             moves = byte_count == 0 or ledger.admission.admits(unplanned_s) or not self._room.has(entry)
             if site.graph_name:
                 self._runs.add(entry, handle, site.graph_name)

@@ -248,7 +248,7 @@ class FakeEvent:
 
     def record(self, stream: FakeStream) -> None:
         stream.note("record", self)
-        if self._cuda.device_is_fast:
+        if self._cuda.device_is_fast or (self._cuda.only_copies_are_slow and stream is self._cuda.current):
             self._done.set()
         else:
             self._cuda.unfinished.append(self)
@@ -302,6 +302,8 @@ class FakeCuda:
     def __init__(self, *, device_is_fast: bool = True, keeps_log: bool = True) -> None:
         """``keeps_log=False`` for thousands of steps: a log grows, and its events are cycles."""
         self.device_is_fast = device_is_fast
+        self.only_copies_are_slow = False
+        """Work on the current stream is over at once, whatever ``device_is_fast`` says."""
         self._keeps_log = keeps_log
         self.unfinished: list[FakeEvent] = []
         self.slow_work_begun = threading.Semaphore(0)

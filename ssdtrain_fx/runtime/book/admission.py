@@ -12,6 +12,9 @@ A full balance covers any stall, and a long stall leaves a debt. A slow disk is 
 time, and the share holds in the long run even if predictions are wrong. The exception are stalls longer than
 DEBT_LIMIT_S, such as those of a disk that hangs or of a process that is suspended: the rest of them is forgotten.
 
+The host of a GPU is ahead of it, and may wait while the device computes. That is no stall:
+:mod:`ssdtrain_fx.runtime.policy.stalls` counts the time for which the device has nothing to do.
+
 The caller holds the engine's lock.
 """
 
@@ -37,6 +40,11 @@ class Admission:
         self._clock = clock
         self._balance_s = BALANCE_LIMIT_S
         self._updated_s = clock()
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether stalls are limited at all."""
+        return self._share is not None
 
     def admits(self, stall_s: float) -> bool:
         """Whether a tensor that is predicted to stall for ``stall_s`` may leave. Deducts nothing yet."""

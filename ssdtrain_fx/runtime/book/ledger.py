@@ -147,6 +147,7 @@ class Ledger:
         entry.uncopied = entry.unsafe = entry.busy = len(entry.chunks)
         self.counters.in_flight_bytes += entry.byte_count
         self.counters.unwritten_bytes += entry.byte_count
+        self.counters.unsafe_bytes += entry.byte_count
 
     def enter_resident(self, handle: int, entry: Entry) -> None:
         """Register ``entry`` without moving it."""
@@ -161,6 +162,7 @@ class Ledger:
             if chunk.state is ChunkState.SOURCE:
                 entry.uncopied -= 1
                 entry.unsafe -= 1
+                self.counters.unsafe_bytes -= chunk.length
                 self.cancel(chunk)
         self._tell_unneeded(entry)
 
@@ -272,6 +274,7 @@ class Ledger:
         """Note that the device no longer needs the tensor for this chunk."""
         entry = chunk.entry
         entry.unsafe -= 1
+        self.counters.unsafe_bytes -= chunk.length
         if entry.unsafe == 0 and entry.released:
             self.drop_source(entry)
 

@@ -17,8 +17,9 @@ from ssdtrain_fx.runtime.memory.staging import CPU_BUDGET_BYTES, StagingBuffer
 
 
 class Event(Protocol):
-    """The method of ``torch.cuda.Event`` that is used."""
+    """The methods of ``torch.cuda.Event`` that are used."""
 
+    def query(self) -> bool: ...
     def synchronize(self) -> None: ...
 
 

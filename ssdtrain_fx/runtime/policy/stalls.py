@@ -15,6 +15,7 @@ from ssdtrain_fx.errors import InternalError, StalledDiskError
 from ssdtrain_fx.runtime.book.ledger import Ledger
 from ssdtrain_fx.runtime.book.records import Entry, Fill
 from ssdtrain_fx.runtime.book.traffic import Direction
+from ssdtrain_fx.runtime.memory.movers import Mark, Mover
 from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Clock, Patience
 from ssdtrain_fx.runtime.policy.room import Room
 
@@ -24,9 +25,52 @@ class Lane(Protocol):
 
     staging_bytes: int
 
+    @property
+    def mover(self) -> Mover: ...
+
     def hurry(self, fill: Fill) -> None: ...
 
     def wait_for_progress(self, seen: int, timeout_s: float) -> bool: ...
+
+
+LOOK_S = 0.001
+"""How often a waiting host looks whether its device still computes. Stalls are counted as so much shorter at most."""
+
+
+class _Device:
+    """How long a device has had nothing to do since its host began to wait.
+
+    The host is ahead of the device: while it waits, the device computes what was enqueued before. Only what comes after
+    that makes the step longer, and counts as a stall. On a CPU, where there is no mark, all of it does.
+    """
+
+    def __init__(self, mark: Mark, clock: Clock) -> None:
+        """``mark`` is the last thing that was enqueued."""
+        self._mark = mark
+        self._clock = clock
+        self._began_s = clock()
+        self._busy_s = 0.0
+        """For how long it had something to do."""
+
+    def look(self) -> None:
+        """Ask the device. Call it without the lock."""
+        if self._mark is not None:
+            self._busy_s = self._clock() - self._began_s
+            if self._mark.query():
+                self._mark = None
+
+    @property
+    def is_busy(self) -> bool:
+        """When it was last asked."""
+        return self._mark is not None
+
+    def stall_s(self, passed_s: float) -> float:
+        """Of the ``passed_s`` for which the host has waited: how long the device had nothing to do."""
+        return 0.0 if self._mark is not None else max(0.0, passed_s - self._busy_s)
+
+    def limit_s(self, left_s: float) -> float:
+        """How long to wait until the next look. The caller waits for ``left_s`` if the device has nothing to do."""
+        return left_s if self._mark is None else LOOK_S
 
 
 class Stalls:
@@ -44,13 +88,25 @@ class Stalls:
         self._room = room
         self._describe = describe
 
-    def predict_s(self, lane: Lane, entry: Entry, out_s: float | None, back_s: float | None) -> float:
-        """How much longer than planned a release and a wait would stall."""
+    def is_ahead(self, entry: Entry) -> bool:
+        """Whether the host is ahead of the device of ``entry``, which is new. Asks the device: call it without the
+        lock."""
+        return self._ledger.admission.is_limited and entry.ready is not None and not entry.ready.query()
+
+    def predict_s(
+        self, lane: Lane, entry: Entry, out_s: float | None, back_s: float | None, *, is_ahead: bool = False
+    ) -> float:
+        """How much longer than planned a release and a wait would stall. ``is_ahead`` is :meth:`is_ahead`."""
         meters, counters = self._ledger.traffic.meters, self._ledger.counters
         stall_s = 0.0
         if out_s is not None:
             staging_bytes = 0 if entry.from_source else lane.staging_bytes
-            unstaged_bytes = counters.unwritten_bytes + counters.held_bytes + entry.byte_count - staging_bytes
+            queued_bytes = counters.unwritten_bytes
+            if is_ahead:
+                # What the device has not made yet comes as slowly as this tensor, and the disk works until then. If it
+                # does not keep up, the stall itself is charged.
+                queued_bytes -= counters.unsafe_bytes
+            unstaged_bytes = queued_bytes + counters.held_bytes + entry.byte_count - staging_bytes
             late_s = unstaged_bytes * meters[Direction.WRITE].s_per_byte - out_s
             if late_s > 0:
                 stall_s += late_s
@@ -68,22 +124,26 @@ class Stalls:
             start_s = self._clock()
             limit_s = entry.prepaid_s + ledger.admission.patience_s()
             patience = self.patience()
+        device = self._watch(lane_of(entry), entry)
         while True:
+            device.look()
             with ledger.lock, ledger.change:
                 seen = ledger.progress.count
                 passed_s = self._clock() - start_s
+                stall_s = device.stall_s(passed_s)
                 if entry.fills or entry.ahead is not None:  # a reload that comes before the end of the release
                     limit_s = math.inf
+                is_late = not device.is_busy and stall_s >= limit_s
                 slow = next((other for other in awaited if other.uncopied), None)
-                if slow is not None and limit_s <= passed_s and entry.uncopied and not self._room.has(entry):
-                    limit_s = math.inf
-                if slow is None or passed_s >= limit_s:
+                if slow is not None and is_late and entry.uncopied and not self._room.has(entry):
+                    limit_s, is_late = math.inf, False
+                if slow is None or is_late:
                     if slow is not None and entry.uncopied:
                         ledger.stay(entry)
                     ledger.counters.release_stall_s += passed_s
-                    self.pay(entry, passed_s)
+                    self.pay(entry, stall_s, passed_s)
                     return
-            self.wait_for_progress(lane_of(slow), entry, patience, seen, limit_s - passed_s)
+            self.wait_for_progress(lane_of(slow), entry, patience, seen, device.limit_s(limit_s - stall_s))
 
     def wait_until_filled(self, lane: Lane, fill: Fill) -> Exception | None:
         """Wait until the target of ``fill`` holds its bytes. If it never will, the error is returned."""
@@ -92,25 +152,33 @@ class Stalls:
             lane.hurry(fill)
             start_s = self._clock()
             patience = self.patience()
+        device = self._watch(lane, fill.entry)
         stalled: StalledDiskError | None = None
         while True:
+            device.look()
             with ledger.lock, ledger.change:
                 seen = ledger.progress.count
                 if not fill.unissued or stalled is not None:
-                    stall_s = self._clock() - start_s
-                    ledger.counters.wait_stall_s += stall_s
-                    self.pay(fill.entry, stall_s)
+                    passed_s = self._clock() - start_s
+                    ledger.counters.wait_stall_s += passed_s
+                    self.pay(fill.entry, device.stall_s(passed_s), passed_s)
                     return fill.error if stalled is None else stalled
             try:
-                self.wait_for_progress(lane, fill.entry, patience, seen)
+                self.wait_for_progress(lane, fill.entry, patience, seen, device.limit_s(BLOCK_S))
             except StalledDiskError as error:
                 stalled = error.with_traceback(None)
 
-    def pay(self, entry: Entry, stall_s: float) -> None:
-        """Charge a stall of ``entry`` that has ended, less what was planned or already charged."""
+    def _watch(self, lane: Lane, entry: Entry) -> _Device:
+        """Begin to watch the device of ``entry``, whose host is about to wait. Nobody asks if stalls are unlimited."""
+        is_limited = self._ledger.admission.is_limited
+        return _Device(lane.mover.mark(entry.device) if is_limited else None, self._clock)
+
+    def pay(self, entry: Entry, stall_s: float, passed_s: float) -> None:
+        """Charge a stall of ``entry`` that has ended, less what was planned or already charged. The host has waited for
+        ``passed_s``."""
         ledger = self._ledger
         if ledger.trace is not None:
-            ledger.trace.add_stall(entry, stall_s)
+            ledger.trace.add_stall(entry, passed_s)
         predicted_s = min(entry.prepaid_s, stall_s)
         entry.prepaid_s -= predicted_s
         ledger.admission.charge(stall_s - predicted_s)

@@ -28,7 +28,7 @@ from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.handles.tickets import Tickets
 from ssdtrain_fx.runtime.policy.room import FRESH_FACTOR, FRESH_S, Room
-from ssdtrain_fx.runtime.policy.stalls import Stalls
+from ssdtrain_fx.runtime.policy.stalls import LOOK_S, Stalls
 
 CHUNK_BYTES = 4096
 CHUNK = CHUNK_BYTES // 8
@@ -571,17 +571,36 @@ def test_a_release_waits_if_there_is_no_room(file: SlowFile, caplog: pytest.LogC
 # -- stalls ------------------------------------------------------------------------------------------------------------
 
 
+class MarkReachedLater:
+    """What a device reaches at ``at_s``: it had so much to do when its host began to wait."""
+
+    def __init__(self, clock: HandClock, at_s: float) -> None:
+        self.clock, self.at_s = clock, at_s
+
+    def query(self) -> bool:
+        return self.clock() >= self.at_s
+
+
 class LaneThatTakesASecond:
     """For every chunk of one entry, in each direction."""
 
-    def __init__(self, clock: HandClock, entry: Entry, fill: Fill) -> None:
+    passed_s = 0.0
+
+    def __init__(self, clock: HandClock, entry: Entry, fill: Fill, mark: MarkReachedLater | None = None) -> None:
         self.clock, self.entry, self.fill = clock, entry, fill
+        self.mover = SimpleNamespace(mark=lambda device: mark)
 
     def hurry(self, fill: Fill) -> None:
         pass
 
     def wait_for_progress(self, seen: int, timeout_s: float) -> bool:
-        self.clock.move(1.0)
+        if timeout_s <= LOOK_S:  # the waiting thread wants to ask the device again
+            self.clock.move(0.25)
+            self.passed_s += 0.25
+            if self.passed_s % 1:
+                return True
+        else:
+            self.clock.move(1.0)
         self.entry.uncopied = max(0, self.entry.uncopied - 1)
         self.fill.unissued = max(0, self.fill.unissued - 1)
         return True
@@ -611,6 +630,44 @@ def test_a_stall_costs_what_goes_beyond_the_plan(
         assert ledger.counters.wait_stall_s == pytest.approx(3.0)
     assert charged == [pytest.approx(expected_s)]
     assert entry.prepaid_s == max(0.0, planned_s - 3.0)
+
+
+@pytest.mark.parametrize(("busy_s", "expected_s"), [(0.0, 3.0), (1.0, 2.0), (2.0, 1.0), (3.0, 0.0), (9.0, 0.0)])
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_a_stall_does_not_begin_before_the_device_has_nothing_to_do(
+    clock: HandClock, direction: str, busy_s: float, expected_s: float
+) -> None:
+    """The host waits for 3 s, while the device computes what was enqueued before."""
+    ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
+    charged: list[float] = []
+    ledger.admission.charge = charged.append  # type: ignore[method-assign]
+    ledger.admission.patience_s = lambda: 9.0  # type: ignore[method-assign]
+    stalls = Stalls(ledger, None, clock, Room(lambda: None, clock), lambda: "")
+    entry = Entry(X, "x", X, X.nbytes, None)
+    entry.uncopied = 3
+    fill = Fill(entry, X.clone(), None, None)
+    fill.unissued = 3
+    lane: Any = LaneThatTakesASecond(clock, entry, fill, MarkReachedLater(clock, clock() + busy_s))
+    if direction == "out":
+        stalls.wait_until_copied(lambda _: lane, entry, [entry])
+    else:
+        assert stalls.wait_until_filled(lane, fill) is None
+    assert charged == [pytest.approx(expected_s)]
+    blocked_s = ledger.counters.release_stall_s + ledger.counters.wait_stall_s
+    assert blocked_s == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("busy_s", "stays"), [(0.0, True), (1.0, True), (3.0, False)])
+def test_a_release_may_wait_while_the_device_computes(clock: HandClock, busy_s: float, stays: bool) -> None:
+    """With nothing to spend, for 3 s: not beyond what the device has to do."""
+    ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
+    ledger.admission.charge(ledger.admission.patience_s())
+    entry = Entry(X, "x", X, X.nbytes, None)
+    entry.uncopied = 3
+    mark = MarkReachedLater(clock, clock() + busy_s)
+    lane: Any = LaneThatTakesASecond(clock, entry, Fill(entry, X.clone(), None, None), mark)
+    Stalls(ledger, None, clock, Room(lambda: None, clock), lambda: "").wait_until_copied(lambda _: lane, entry, [entry])
+    assert entry.stays == stays
 
 
 @pytest.mark.parametrize(("planned_s", "stays"), [(3.0, False), (1.5, True)])
@@ -653,6 +710,20 @@ def test_the_predicted_stall_is_that_of_all_bytes_that_have_to_leave_before(
     assert stalls.predict_s(lane, entry, 0.0, None) == pytest.approx(expected_s)
     assert stalls.predict_s(lane, entry, 1.5, None) == pytest.approx(expected_s - 1.5)
     assert stalls.predict_s(lane, entry, 9.5, None) == 0
+
+
+def test_what_a_device_has_not_made_yet_is_no_queue_of_the_disk(clock: HandClock) -> None:
+    """Of five chunks that are not written, three wait for their kernels; the disk works until these have run."""
+    ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
+    ledger.traffic.meters[Direction.WRITE].note(CHUNK_BYTES, 1.0, busy=True)
+    ledger.counters.unwritten_bytes, ledger.counters.unsafe_bytes = 5 * CHUNK_BYTES, 3 * CHUNK_BYTES
+    lane: Any = SimpleNamespace(staging_bytes=0)
+    stalls = Stalls(ledger, None, clock, Room(lambda: None, clock), lambda: "")
+    marks: list[Any] = [None, MarkReachedLater(clock, clock()), MarkReachedLater(clock, clock() + 1.0)]
+    entries = [Entry(X, "x", X, X.nbytes, mark) for mark in marks]
+    assert [stalls.is_ahead(entry) for entry in entries] == [False, False, True]
+    assert stalls.predict_s(lane, entries[-1], 0.0, None, is_ahead=True) == pytest.approx(2 + 3)
+    assert stalls.predict_s(lane, entries[0], 0.0, None, is_ahead=False) == pytest.approx(5 + 3)
 
 
 def test_what_the_plan_waits_for_is_admitted_step_after_step(file: SlowFile, monkeypatch: pytest.MonkeyPatch) -> None:

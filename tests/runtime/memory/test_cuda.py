@@ -121,7 +121,7 @@ def test_what_may_not_wait_stays_although_the_device_still_copies(
     tmp_path: Path, file: MemoryFile, cuda: FakeCuda
 ) -> None:
     """One buffer for copies: the first chunk is being copied out, the others never begin, and no thread waits."""
-    cuda.device_is_fast = False
+    cuda.device_is_fast, cuda.only_copies_are_slow = False, True
     config = EngineConfig(ssd_dir=str(tmp_path), host_budget_bytes=8192, max_stall_share=0.0)
     with StandInEngine(config, file, cuda, clock=lambda: 0.0) as engine:
         engine._ledger.admission.charge(BALANCE_LIMIT_S)

@@ -57,7 +57,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if collection_path.name == "test_device.py" and config.getoption("--real-device") else None
+    return (
+        True
+        if collection_path.name in ("test_device.py", "test_clock.py") and config.getoption("--real-device")
+        else None
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

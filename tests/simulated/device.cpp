@@ -63,6 +63,7 @@ struct Point {
   bool passed = false;
   DeviceIndex device = 0;
   std::chrono::steady_clock::time_point when;
+  int64_t at_ns = 0;  // on the clock of its stream: see "paced time"
 
   void pass() {
     std::lock_guard lock(mutex);
@@ -122,6 +123,9 @@ struct Stream {
   PointPtr awaited;
 
   bool started = false;  // with its first task, so that a process can fork before
+  int64_t clock_ns = 0;  // only tasks of the stream use it: see "paced time"
+  std::atomic<int64_t> paced{0}, paced_done{0}, latest_ns{0};
+  std::vector<int64_t> paced_ends_ns;  // with the mutex
 
   Stream(Device& device, int64_t id) : device(device), id(id) {}
   void put(bool is_work, std::function<void()> task);
@@ -131,6 +135,7 @@ struct Stream {
       await(point);
       point->wait();
       await(nullptr);
+      clock_ns = std::max(clock_ns, point->at_ns);
     });
   }
   void await(PointPtr point) {
@@ -244,7 +249,10 @@ void Stream::put(bool is_work, std::function<void()> task) {
 PointPtr Stream::record() {
   auto point = std::make_shared<Point>();
   point->device = device.index;
-  put(false, [point] { point->pass(); });
+  put(false, [this, point] {
+    point->at_ns = clock_ns;
+    point->pass();
+  });
   return point;
 }
 
@@ -563,6 +571,53 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
 };
 
+// ---- paced time ------------------------------------------------------------------------------------------------------
+//
+// A stream can take exact times: a test says how long a span of its work takes, and copies to and from registered host
+// memory take their bytes by a rate. Such a stream has a clock. A span begins when the clock says so, when the host has
+// enqueued it, or when what the stream waits for has happened on the clock of its own stream, whichever is last. The
+// stream sleeps until the clock says that the span has ended. So what the threads of this file take does not add up:
+// only the host can make a paced device late.
+
+struct CopyRates {
+  std::atomic<double> out_bytes_per_ns{0}, in_bytes_per_ns{0};  // 0: copies are not paced
+};
+CopyRates copy_rates;
+
+int64_t now_ns() {  // the clock of time.perf_counter_ns
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void begin_paced(Stream& stream) {
+  stream.put(false, [&stream, put_ns = now_ns()] { stream.clock_ns = std::max(stream.clock_ns, put_ns); });
+}
+
+void end_paced(Stream& stream, int64_t duration_ns) {
+  stream.paced++;
+  stream.put(false, [&stream, duration_ns] {
+    stream.clock_ns += duration_ns;
+    auto end = std::chrono::steady_clock::time_point(std::chrono::nanoseconds(stream.clock_ns));
+    std::this_thread::sleep_until(end);
+    stream.latest_ns = std::max<int64_t>(stream.latest_ns, now_ns() - stream.clock_ns);
+    stream.paced_done++;
+    std::lock_guard lock(stream.mutex);
+    stream.paced_ends_ns.push_back(stream.clock_ns);
+  });
+}
+
+struct PacedCopy {  // what is enqueued during its life is a copy of so many bytes
+  Stream& stream;
+  int64_t duration_ns = 0;
+  PacedCopy(Stream& stream, bool to_device, size_t nbytes) : stream(stream) {
+    double rate = to_device ? copy_rates.in_bytes_per_ns : copy_rates.out_bytes_per_ns;
+    if (nbytes && rate > 0) duration_ns = nbytes / rate;
+    if (duration_ns) begin_paced(stream);
+  }
+  ~PacedCopy() {
+    if (duration_ns) end_paced(stream, duration_ns);
+  }
+};
+
 // ---- operators -------------------------------------------------------------------------------------------------------
 
 Tensor shadow_tensor(const Tensor& tensor) {  // keeps nothing alive: the order of the stream has to
@@ -796,6 +851,7 @@ Tensor& copy(Tensor& target, const Tensor& source, bool non_blocking) {
     host = at::from_blob(const_cast<void*>(on_host.const_data_ptr()), on_host.sizes(), on_host.strides(),
                          at::TensorOptions().dtype(on_host.dtype()));
   }
+  PacedCopy paced(stream, to_device, registered && non_blocking ? on_device.nbytes() : 0);
   stream.put(true, [=] {
     TORCH_CHECK(!registered || is_pinned(host.const_data_ptr()), "a copy met host memory that is not registered any more");
     to_device ? device_side.copy_(host) : host.copy_(device_side);
@@ -1010,6 +1066,38 @@ void simulated_generator(int device, int64_t* state, bool set) {
   Device& of = devices()[device];
   if (set) of.generator_seed = state[0], of.generator_offset = state[1];
   else state[0] = of.generator_seed, state[1] = of.generator_offset;
+}
+
+// What is enqueued between these two takes so long.
+void simulated_pace_begin(int device, int64_t id) { begin_paced(devices()[device].stream(id)); }
+void simulated_pace_end(int device, int64_t id, int64_t duration_ns) { end_paced(devices()[device].stream(id), duration_ns); }
+
+// Copies to and from registered host memory; 0: as fast as they are.
+void simulated_pace_copies(double out_bytes_per_s, double in_bytes_per_s) {
+  copy_rates.out_bytes_per_ns = out_bytes_per_s / 1e9, copy_rates.in_bytes_per_ns = in_bytes_per_s / 1e9;
+}
+
+// Spans enqueued and over, and by how much the last of them to be late was late.
+void simulated_paced(int device, int64_t id, int64_t* out) {
+  Stream& stream = devices()[device].stream(id);
+  out[0] = stream.paced, out[1] = stream.paced_done, out[2] = stream.latest_ns.exchange(0);
+}
+
+// When the spans since the last call ended, by the clock of the stream: at most so many. Returns how many there are.
+size_t simulated_paced_ends(int device, int64_t id, int64_t* out, size_t size) {
+  Stream& stream = devices()[device].stream(id);
+  std::lock_guard lock(stream.mutex);
+  size_t count = std::min(size, stream.paced_ends_ns.size());
+  std::copy_n(stream.paced_ends_ns.begin(), count, out);
+  stream.paced_ends_ns.erase(stream.paced_ends_ns.begin(), stream.paced_ends_ns.begin() + count);
+  return count;
+}
+
+// The clock of the stream once all that is enqueued is over.
+int64_t simulated_clock(int device, int64_t id) {
+  PointPtr point = devices()[device].stream(id).record();
+  point->wait();
+  return point->at_ns;
 }
 
 // Lines "sync <thread> <kind> <count>" and "kernel <name> <count>". Returns the length.

@@ -55,6 +55,15 @@ class Memory(NamedTuple):
     limit_bytes: int
 
 
+class Paced(NamedTuple):
+    """The spans of a stream that take an exact time."""
+
+    enqueued: int
+    over: int
+    latest_s: float
+    """By how much the end of a span was late at most, since this was last asked: what else the machine does."""
+
+
 class Counts(NamedTuple):
     """What happened since the counts were reset."""
 
@@ -95,6 +104,13 @@ class Simulator:
         library.simulated_is_pinned.argtypes = [ctypes.c_void_p]
         library.simulated_is_pinned.restype = ctypes.c_bool
         library.simulated_refuse_pinning.argtypes = [ctypes.c_bool]
+        library.simulated_pace_begin.argtypes = library.simulated_clock.argtypes = [ctypes.c_int, ctypes.c_int64]
+        library.simulated_pace_end.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+        library.simulated_pace_copies.argtypes = [ctypes.c_double, ctypes.c_double]
+        library.simulated_paced.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_void_p]
+        library.simulated_clock.restype = ctypes.c_int64
+        library.simulated_paced_ends.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t]
+        library.simulated_paced_ends.restype = ctypes.c_size_t
         library.simulated_install()
 
     def configure(
@@ -176,6 +192,40 @@ class Simulator:
             else:
                 kernels[words[0]] = int(words[1])
         return Counts(syncs, kernels)
+
+    # -- paced time: see device.cpp ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def paced(self, duration_s: float, stream: torch.Stream | None = None) -> Iterator[None]:
+        """What is enqueued on ``stream`` within the block takes ``duration_s``. None: the current stream."""
+        chosen = torch.cuda.current_stream() if stream is None else stream
+        self._library.simulated_pace_begin(chosen.device_index, chosen.stream_id)
+        yield
+        self._library.simulated_pace_end(chosen.device_index, chosen.stream_id, round(duration_s * 1e9))
+
+    def pace_copies(self, out_bytes_per_s: float = 0.0, in_bytes_per_s: float = 0.0) -> None:
+        """Asynchronous copies between pinned memory and devices have these rates; 0: they are as fast as they are."""
+        self._library.simulated_pace_copies(out_bytes_per_s, in_bytes_per_s)
+
+    def count_paced(self, stream: torch.Stream | None = None) -> Paced:
+        chosen = torch.cuda.current_stream() if stream is None else stream
+        numbers = (ctypes.c_int64 * 3)()
+        self._library.simulated_paced(chosen.device_index, chosen.stream_id, ctypes.addressof(numbers))
+        return Paced(numbers[0], numbers[1], numbers[2] / 1e9)
+
+    def take_ends_s(self, stream: torch.Stream | None = None) -> list[float]:
+        """When the spans since the last call ended, on the clock of :meth:`clock_s`."""
+        chosen = torch.cuda.current_stream() if stream is None else stream
+        numbers = (ctypes.c_int64 * 100_000)()
+        count = self._library.simulated_paced_ends(
+            chosen.device_index, chosen.stream_id, ctypes.addressof(numbers), len(numbers)
+        )
+        return [number / 1e9 for number in numbers[:count]]
+
+    def clock_s(self, stream: torch.Stream | None = None) -> float:
+        """Wait for the stream, and return when its last span ended: exact, by ``time.perf_counter``."""
+        chosen = torch.cuda.current_stream() if stream is None else stream
+        return self._library.simulated_clock(chosen.device_index, chosen.stream_id) / 1e9
 
     # -- what torch.cuda calls -----------------------------------------------------------------------------------------
 

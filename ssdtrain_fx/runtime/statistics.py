@@ -84,6 +84,7 @@ class Statistics:
 
     @property
     def stall_s(self) -> float:
+        """Time for which the caller was blocked. A GPU computes meanwhile, so there a step loses less than that."""
         return self.release_stall_s + self.wait_stall_s
 
     def since(self, earlier: Statistics) -> Statistics:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
-from ssdtrain_fx.accelerators import find_accelerator
+from ssdtrain_fx.accelerators import find_accelerator, reason_to_refuse
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.function_names import cache_name
 from ssdtrain_fx.hardware import Hardware
@@ -392,9 +392,18 @@ class OffloadConfig:
 
 
 def device_of(example_inputs: Sequence[Any]) -> str:
-    """The kind of device that a graph with these inputs is planned for: ``cpu`` if none is on an accelerator."""
+    """The kind of device that a graph with these inputs is planned for: ``cpu`` if none is on an accelerator.
+
+    Raises:
+        ConfigError: nothing can be offloaded from that device.
+    """
     accelerator = find_accelerator(example_inputs)
-    return "cpu" if accelerator is None else accelerator.type
+    if accelerator is None:
+        return "cpu"
+    refused = reason_to_refuse(accelerator.type)
+    if refused:
+        raise ConfigError(f"ssdtrain_fx cannot offload from {accelerator.type!r}: {refused}.")
+    return accelerator.type
 
 
 def _strings(ssd_dir: str | Path | Sequence[str | Path] | None) -> str | tuple[str, ...] | None:

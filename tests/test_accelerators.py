@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.accelerators import Accelerator, device_functions, find_accelerator, reason_to_refuse
+from ssdtrain_fx.config import device_of
 from ssdtrain_fx.errors import ConfigError
 
 
@@ -34,6 +35,10 @@ def test_a_device_that_shares_the_memory_of_the_cpu_is_refused_before_anything_i
     assert reason_to_refuse("hpu") == "hpu is not one of cpu, cuda"
     with pytest.raises(ConfigError, match="cannot offload from 'mps': mps shares its memory with the CPU"):
         OffloadConfig().load_hardware("mps")
+    with FakeTensorMode():
+        x = torch.empty(1, device="mps")
+    with pytest.raises(ConfigError, match="cannot offload from 'mps': mps shares its memory with the CPU"):
+        device_of([x])
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadC
     if config.replan == "off" or not has_static_shapes(example_inputs):
         return _compile_once(gm, example_inputs, config, mode)
 
+    device = device_of(example_inputs)
     # Found once: later, the process holds the memory of the steps that it has run, and too little seems to be left.
     budget = config.find_budget(example_inputs)
 
@@ -103,7 +104,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadC
         own = dataclasses.replace(config, hardware=hardware, drive_ranks=1)
         return _compile_once(gm, inputs, own, mode, budget)
 
-    drift = Drift(config.load_hardware(device_of(example_inputs)))
+    drift = Drift(config.load_hardware(device))
     return ReplanningStep(gm, example_inputs, compile_for, drift, statistics).run
 
 

@@ -520,11 +520,11 @@ def choose_device(name: str) -> str:
     Raises:
         ValueError: an accelerator is asked for and there is none, or it is not supported.
     """
+    if name == "cpu":
+        return name
     here = available_type()
     if name in ("auto", here):
         return here or "cpu"
-    if name == "cpu":
-        return name
     refused = reason_to_refuse(name)
     if refused:
         raise ValueError(f"Device {name!r} cannot be used: {refused}. Use 'cpu' or 'auto'.")

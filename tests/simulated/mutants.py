@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant("buffers_are_not_registered", CUDA, "cudart.cudaHostRegister(buffer.address, buffer.size_bytes, _HOST_REGISTER_PORTABLE)", "0", RUNS_AHEAD),
     Mutant("a_refused_registration_is_ignored", CUDA, "            if error != 0:\n                raise pinning_error(", "            if False:\n                raise pinning_error(", "test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do"),
     # -- devices that torch does not know ------------------------------------------------------------------------------
-    Mutant("staging_is_not_pinned", PINNED_BUFFERS, "torch.empty(self.size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)", "torch.empty(self.size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)", RUNS_AHEAD, {}, "simulated"),
+    Mutant("staging_is_not_pinned", PINNED_BUFFERS, "device=\"cpu\", pin_memory=True", "device=\"cpu\"", RUNS_AHEAD, {}, "simulated"),
     Mutant("pinned_memory_is_inherited", PINNED_BUFFERS, "mmap.MADV_DONTFORK)", "_MADV_DOFORK)", "test_a_forked_process_does_not_inherit_staging_until_it_is_given_back", {}, "simulated"),
     Mutant("pinned_memory_is_never_inherited_again", PINNED_BUFFERS, "            buffer.forget()\n", "            pass\n", "test_a_forked_process_does_not_inherit_staging_until_it_is_given_back", {}, "simulated"),
     Mutant("pinned_memory_is_not_aligned", PINNED_BUFFERS, "skip = -memory.data_ptr() % ALIGNMENT_BYTES", "skip = 0", "test_pinned_memory_is_aligned_for_direct_io", {}, "simulated"),

@@ -312,6 +312,21 @@ def test_pinned_memory_is_aligned_for_direct_io(sim: Simulator, ssd_dir: str) ->
         assert [address % ALIGNMENT_BYTES for address in addresses] == [0] * len(addresses)
 
 
+def test_staging_is_on_the_host_whatever_the_default_device_is(sim: Simulator, ssd_dir: str) -> None:
+    with setup(ssd_dir) as s:
+        torch.set_default_device(DEVICE)
+        try:
+            x = full(3.0)
+            owner = s.engine.offload(x, "x")
+            s.engine.release(owner, x)
+            assert values(s.fetch(owner)) == {3.0}
+            found = [buffer.pinned.device.type for buffer in s.lane.pool._all if buffer.pinned is not None]
+        finally:
+            torch.set_default_device(None)
+        assert found
+        assert set(found) == {"cpu"}
+
+
 def _is_inherited(address: int) -> bool:
     """Whether a forked process gets the page at ``address``."""
     inside = False

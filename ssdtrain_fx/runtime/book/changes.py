@@ -27,6 +27,7 @@ engines (see :mod:`ssdtrain_fx.runtime.engines`). A change within a change is re
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import threading
 from typing import Any, NamedTuple
@@ -68,6 +69,11 @@ class Progress:
         waiter.acquire()
         self._waiting.append(waiter)
         return waiter
+
+    def withdraw(self, waiter: Any) -> None:
+        """Forget a lock that has not been released in time."""
+        with contextlib.suppress(ValueError):  # it was released after all
+            self._waiting.remove(waiter)
 
 
 class Change:

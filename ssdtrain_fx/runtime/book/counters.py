@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-_NOT_SHOWN = frozenset({"unwritten_bytes", "unsafe_bytes", "held_bytes"})
+_NOT_SHOWN = frozenset({"unwritten_bytes", "unmade_bytes", "held_bytes"})
 """What only the engine needs, to predict stalls."""
 
 
@@ -35,8 +35,8 @@ class Counters:
     in_flight_bytes: int = 0
     unwritten_bytes: int = 0
     """Of these, offloaded bytes that have not reached the file."""
-    unsafe_bytes: int = 0
-    """Of these, bytes that are still needed in their tensors. A device may not have made them yet."""
+    unmade_bytes: int = 0
+    """Of these, bytes that are still needed on a device, which may not have made them yet."""
     held_bytes: int = 0
     """Bytes in the host tier now."""
 

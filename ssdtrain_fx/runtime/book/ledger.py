@@ -147,7 +147,8 @@ class Ledger:
         entry.uncopied = entry.unsafe = entry.busy = len(entry.chunks)
         self.counters.in_flight_bytes += entry.byte_count
         self.counters.unwritten_bytes += entry.byte_count
-        self.counters.unsafe_bytes += entry.byte_count
+        if entry.ready is not None:
+            self.counters.unmade_bytes += entry.byte_count
 
     def enter_resident(self, handle: int, entry: Entry) -> None:
         """Register ``entry`` without moving it."""
@@ -161,8 +162,7 @@ class Ledger:
         for chunk in entry.chunks:
             if chunk.state is ChunkState.SOURCE:
                 entry.uncopied -= 1
-                entry.unsafe -= 1
-                self.counters.unsafe_bytes -= chunk.length
+                self._is_safe(chunk)
                 self.cancel(chunk)
         self._tell_unneeded(entry)
 
@@ -273,10 +273,14 @@ class Ledger:
     def source_is_safe(self, chunk: Chunk) -> None:
         """Note that the device no longer needs the tensor for this chunk."""
         entry = chunk.entry
-        entry.unsafe -= 1
-        self.counters.unsafe_bytes -= chunk.length
+        self._is_safe(chunk)
         if entry.unsafe == 0 and entry.released:
             self.drop_source(entry)
+
+    def _is_safe(self, chunk: Chunk) -> None:
+        chunk.entry.unsafe -= 1
+        if chunk.entry.ready is not None:
+            self.counters.unmade_bytes -= chunk.length
 
     def drop_ahead(self, entry: Entry) -> None:
         """Drop the reload that was begun ahead; it will not be requested."""

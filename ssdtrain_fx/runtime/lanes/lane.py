@@ -95,8 +95,9 @@ class Lane(abc.ABC):
         ledger = self._ledger
         with ledger.lock:
             waiter = ledger.progress.enlist() if seen == ledger.progress.count else None
-        if waiter is not None:
-            waiter.acquire(True, timeout_s)
+        if waiter is not None and not waiter.acquire(True, timeout_s):
+            with ledger.lock:
+                ledger.progress.withdraw(waiter)
         return True
 
     def allocate(self, entry: Entry, stride: Sequence[int], device: torch.device) -> Tensor:

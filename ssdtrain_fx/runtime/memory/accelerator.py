@@ -24,7 +24,8 @@ _libc = ctypes.CDLL(None)
 class PinnedBuffer(StagingBuffer):
     """Memory of torch's allocator of pinned memory, taken when the buffer is first used because it takes milliseconds.
 
-    The allocator rounds sizes up to powers of two, which chunks are.
+    The allocator rounds sizes up to powers of two, which chunks are. If what it returns does not begin on a page, a
+    buffer takes twice its size.
     """
 
     __slots__ = ()
@@ -46,9 +47,9 @@ class PinnedBuffer(StagingBuffer):
         """The memory as a tensor. Raises ConfigError."""
         if self.pinned is None:
             try:
-                memory = torch.empty(self.size_bytes, dtype=torch.uint8, pin_memory=True)
+                memory = _pinned_memory(self.size_bytes)
                 if memory.data_ptr() % ALIGNMENT_BYTES:
-                    memory = torch.empty(self.size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)
+                    memory = _pinned_memory(self.size_bytes + ALIGNMENT_BYTES)
             except RuntimeError as error:
                 raise pinning_error(self.size_bytes, str(error).splitlines()[0]) from error
             skip = -memory.data_ptr() % ALIGNMENT_BYTES
@@ -77,3 +78,7 @@ class AcceleratorMover(StreamMover):
     def _pinned(self, buffer: StagingBuffer) -> Tensor:
         assert isinstance(buffer, PinnedBuffer)
         return buffer.tensor()
+
+
+def _pinned_memory(size_bytes: int) -> Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -126,6 +126,6 @@ class CpuMover:
 
 def keep_bytes(address: int, length: int) -> Tensor:
     """Return a copy of the ``length`` bytes at ``address``, in ordinary memory."""
-    kept = torch.empty(length, dtype=torch.uint8)
+    kept = torch.empty(length, dtype=torch.uint8, device="cpu")
     ctypes.memmove(kept.data_ptr(), address, length)
     return kept

@@ -105,7 +105,7 @@ class Stalls:
             if is_ahead:
                 # What the device has not made yet comes as slowly as this tensor, and the disk works until then. If it
                 # does not keep up, the stall itself is charged.
-                queued_bytes -= counters.unsafe_bytes
+                queued_bytes -= counters.unmade_bytes
             unstaged_bytes = queued_bytes + counters.held_bytes + entry.byte_count - staging_bytes
             late_s = unstaged_bytes * meters[Direction.WRITE].s_per_byte - out_s
             if late_s > 0:

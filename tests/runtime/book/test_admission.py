@@ -27,6 +27,7 @@ from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.engines import Engines
 from ssdtrain_fx.runtime.handles.tickets import Tickets
+from ssdtrain_fx.runtime.lanes.lane import Lane
 from ssdtrain_fx.runtime.policy.room import FRESH_FACTOR, FRESH_S, Room
 from ssdtrain_fx.runtime.policy.stalls import LOOK_S, Stalls
 
@@ -716,7 +717,7 @@ def test_what_a_device_has_not_made_yet_is_no_queue_of_the_disk(clock: HandClock
     """Of five chunks that are not written, three wait for their kernels; the disk works until these have run."""
     ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
     ledger.traffic.meters[Direction.WRITE].note(CHUNK_BYTES, 1.0, busy=True)
-    ledger.counters.unwritten_bytes, ledger.counters.unsafe_bytes = 5 * CHUNK_BYTES, 3 * CHUNK_BYTES
+    ledger.counters.unwritten_bytes, ledger.counters.unmade_bytes = 5 * CHUNK_BYTES, 3 * CHUNK_BYTES
     lane: Any = SimpleNamespace(staging_bytes=0)
     stalls = Stalls(ledger, None, clock, Room(lambda: None, clock), lambda: "")
     marks: list[Any] = [None, MarkReachedLater(clock, clock()), MarkReachedLater(clock, clock() + 1.0)]
@@ -724,6 +725,27 @@ def test_what_a_device_has_not_made_yet_is_no_queue_of_the_disk(clock: HandClock
     assert [stalls.is_ahead(entry) for entry in entries] == [False, False, True]
     assert stalls.predict_s(lane, entries[-1], 0.0, None, is_ahead=True) == pytest.approx(2 + 3)
     assert stalls.predict_s(lane, entries[0], 0.0, None, is_ahead=False) == pytest.approx(5 + 3)
+
+
+def test_bytes_of_a_cpu_are_a_queue_of_the_disk_at_once(clock: HandClock) -> None:
+    """They exist when they are offloaded. Only those of a device may have to be made."""
+    ledger = Ledger(MemoryFile(), Admission(MIN_STALL_SHARE, clock), Traffic(clock))
+    marks: list[Any] = [None, MarkReachedLater(clock, clock() + 1.0)]
+    for handle, (mark, expected) in enumerate(zip(marks, [0, X.nbytes], strict=True)):
+        entry = Entry(X, "x", X, X.nbytes, mark)
+        ledger.enter(handle, entry, X.nbytes)
+        assert ledger.counters.unmade_bytes == expected
+        for chunk in entry.chunks:
+            ledger.source_is_safe(chunk)
+        assert ledger.counters.unmade_bytes == 0
+
+
+def test_a_thread_that_looks_often_leaves_nothing_behind(clock: HandClock) -> None:
+    ledger = Ledger(MemoryFile(), Admission(None, clock), Traffic(clock))
+    lane: Any = SimpleNamespace(_ledger=ledger)
+    for _ in range(5):
+        assert Lane.wait_for_progress(lane, ledger.progress.count, 0.001)
+    assert not ledger.progress._waiting
 
 
 def test_what_the_plan_waits_for_is_admitted_step_after_step(file: SlowFile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ class KvikioTransport(Transport):
         error = self._ledger.file.grow(offset_bytes + round_up(chunk.length))
         error = error or _error_of(self._device_file.write, data, offset_bytes)
         end_s = self._ledger.traffic.clock()
-        kept = None if error is None else torch.empty(chunk.length, dtype=torch.uint8).copy_(data)
+        kept = None if error is None else torch.empty(chunk.length, dtype=torch.uint8, device="cpu").copy_(data)
         return error, kept, end_s
 
     def _read_directly(self, fill: Fill, chunk: Chunk, target: Region) -> None:

@@ -445,6 +445,7 @@ struct PinnedAllocator final : c10::Allocator {
     void* memory = nullptr;
     TORCH_CHECK(posix_memalign(&memory, 4096, kMisaligned + nbytes + 1) == 0);
     char* data = static_cast<char*>(memory) + kMisaligned;
+    memset(data, kPoison, nbytes);  // what was there before may be what a test expects
     std::lock_guard lock(pinned_mutex);
     pinned[data] = nbytes;
     return {data, data, &unpin, c10::Device(c10::kCPU)};

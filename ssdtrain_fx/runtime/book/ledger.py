@@ -162,7 +162,7 @@ class Ledger:
         for chunk in entry.chunks:
             if chunk.state is ChunkState.SOURCE:
                 entry.uncopied -= 1
-                self._is_safe(chunk)
+                self._count_safe(chunk)
                 self.cancel(chunk)
         self._tell_unneeded(entry)
 
@@ -273,11 +273,11 @@ class Ledger:
     def source_is_safe(self, chunk: Chunk) -> None:
         """Note that the device no longer needs the tensor for this chunk."""
         entry = chunk.entry
-        self._is_safe(chunk)
+        self._count_safe(chunk)
         if entry.unsafe == 0 and entry.released:
             self.drop_source(entry)
 
-    def _is_safe(self, chunk: Chunk) -> None:
+    def _count_safe(self, chunk: Chunk) -> None:
         chunk.entry.unsafe -= 1
         if chunk.entry.ready is not None:
             self.counters.unmade_bytes -= chunk.length

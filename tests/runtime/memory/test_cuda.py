@@ -323,6 +323,35 @@ def test_an_interrupt_within_a_copy_leaves_no_chunk_between_two_states(
     assert file.closed
 
 
+def test_memory_whose_registration_was_interrupted_is_unregistered(
+    tmp_path: Path, file: MemoryFile, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise CUDA would refuse to register it for the next engine that the system gives it to."""
+    register = cuda.runtime.cudaHostRegister
+
+    def interrupt(*arguments: int) -> int:
+        register(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cuda.runtime, "cudaHostRegister", interrupt)
+    with StandInEngine(EngineConfig(ssd_dir=str(tmp_path)), file, cuda, thread_count=0) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.offload(torch.arange(512), "x")
+        assert set(cuda.runtime.registered.values()) == {1}
+    assert set(cuda.runtime.registered.values()) == {0}
+
+
+def test_memory_that_cuda_refuses_to_register_is_not_unregistered(
+    tmp_path: Path, file: MemoryFile, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda.runtime, "cudaHostRegister", lambda *_: 2)
+    with StandInEngine(EngineConfig(ssd_dir=str(tmp_path)), file, cuda, thread_count=0) as engine:
+        engine.offload(torch.arange(512), "x")
+        with pytest.raises(ConfigError, match=r"cannot pin \d+ bytes of host memory \(CUDA error 2\)"):
+            engine.wait_until_idle()
+    assert not cuda.runtime.registered
+
+
 class _OnTwoDevices(Entry):
     """An entry on the device that is its name."""
 

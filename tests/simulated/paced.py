@@ -146,6 +146,22 @@ class Ahead:
     """When, by ``time.perf_counter``."""
 
 
+class RunAhead:
+    """How far the host is ahead of the device. Ask it before each span of the current stream."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+        self._enqueued_s: list[float] = []
+
+    def ask(self, duration_s: float) -> tuple[int, float]:
+        """Spans that were enqueued but are not over, and their seconds. The next one takes ``duration_s``."""
+        counts = self._simulator.count_paced()
+        waiting = counts.enqueued - counts.over
+        ahead_s = sum(self._enqueued_s[len(self._enqueued_s) - waiting :])
+        self._enqueued_s.append(duration_s)
+        return waiting, ahead_s
+
+
 class PacedBackend:
     """A Dynamo backend: ``inner="aot_eager"`` in planned time. It keeps what it planned and what it saw."""
 
@@ -161,7 +177,7 @@ class PacedBackend:
         self._seconds: dict[str, float] = {}
         self._modules: dict[str, str] = {}
         self._forward: set[str] = set()
-        self._enqueued: list[float] = []
+        self._run_ahead = RunAhead(simulator)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_with_aot_eager(gm, example_inputs, self._config, observe=self._observe, compiler=self._compile)
@@ -202,13 +218,9 @@ class PacedBackend:
         return tuple(end_s - self._seconds[one.node] - began_s for one, end_s in zip(self.ahead, ends_s, strict=True))
 
     def _note(self, name: str, duration_s: float) -> None:
-        counts = self._simulator.count_paced()
-        waiting = counts.enqueued - counts.over
-        ahead_s = sum(self._enqueued[len(self._enqueued) - waiting :])
-        self.ahead.append(
-            Ahead(name, self._modules[name], name in self._forward, waiting, ahead_s, time.perf_counter())
-        )
-        self._enqueued.append(duration_s)
+        nodes, ahead_s = self._run_ahead.ask(duration_s)
+        at_s = time.perf_counter()
+        self.ahead.append(Ahead(name, self._modules[name], name in self._forward, nodes, ahead_s, at_s))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -198,7 +198,7 @@ class Simulator:
     @contextlib.contextmanager
     def paced(self, duration_s: float, stream: torch.Stream | None = None) -> Iterator[None]:
         """What is enqueued on ``stream`` within the block takes ``duration_s``. None: the current stream."""
-        chosen = torch.cuda.current_stream() if stream is None else stream
+        chosen = torch.accelerator.current_stream() if stream is None else stream
         self._library.simulated_pace_begin(chosen.device_index, chosen.stream_id)
         yield
         self._library.simulated_pace_end(chosen.device_index, chosen.stream_id, round(duration_s * 1e9))
@@ -208,14 +208,14 @@ class Simulator:
         self._library.simulated_pace_copies(out_bytes_per_s, in_bytes_per_s)
 
     def count_paced(self, stream: torch.Stream | None = None) -> Paced:
-        chosen = torch.cuda.current_stream() if stream is None else stream
+        chosen = torch.accelerator.current_stream() if stream is None else stream
         numbers = (ctypes.c_int64 * 3)()
         self._library.simulated_paced(chosen.device_index, chosen.stream_id, ctypes.addressof(numbers))
         return Paced(numbers[0], numbers[1], numbers[2] / 1e9)
 
     def take_ends_s(self, stream: torch.Stream | None = None) -> list[float]:
         """When the spans since the last call ended, on the clock of :meth:`clock_s`."""
-        chosen = torch.cuda.current_stream() if stream is None else stream
+        chosen = torch.accelerator.current_stream() if stream is None else stream
         numbers = (ctypes.c_int64 * 100_000)()
         count = self._library.simulated_paced_ends(
             chosen.device_index, chosen.stream_id, ctypes.addressof(numbers), len(numbers)
@@ -224,7 +224,7 @@ class Simulator:
 
     def clock_s(self, stream: torch.Stream | None = None) -> float:
         """Wait for the stream, and return when its last span ended: exact, by ``time.perf_counter``."""
-        chosen = torch.cuda.current_stream() if stream is None else stream
+        chosen = torch.accelerator.current_stream() if stream is None else stream
         return self._library.simulated_clock(chosen.device_index, chosen.stream_id) / 1e9
 
     # -- what torch.cuda calls -----------------------------------------------------------------------------------------

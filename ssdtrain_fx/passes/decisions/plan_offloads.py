@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import fx
 
@@ -172,6 +173,26 @@ def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
     )
 
 
+class PlannedTimes(NamedTuple):
+    """What the runtime knows of the plan for one storage, in seconds. See :class:`Offload`."""
+
+    out_s: float
+    back_s: float
+    stall_s: float
+
+
+def planned_times(choice: Choice, movable: Movable) -> PlannedTimes:
+    """The times of ``movable``, which ``choice`` offloads."""
+    placement, simulation = choice.placements[movable.idx], choice.simulation
+    start_s = simulation.start_s
+    release_stall_s = simulation.release_stall_s.get(movable.idx, 0.0)
+    wait_stall_s = simulation.wait_stall_s.get(movable.idx, 0.0)
+    # The time between two different positions includes the stall. At the same position, the stall is all of it.
+    out_s = max(start_s[placement.release] - start_s[placement.offload_of(movable)], release_stall_s)
+    back_s = max(start_s[placement.wait_of(movable)] - start_s[placement.reload], wait_stall_s)
+    return PlannedTimes(out_s, back_s, release_stall_s + wait_stall_s)
+
+
 def _decide(
     candidate: Candidate,
     choice: Choice,
@@ -183,24 +204,18 @@ def _decide(
         return Keep(candidate.reason_to_keep or reason_not_moved)
     assert candidate.representative is not None
     placement, movable, views = choice.placements[idx], movables[idx], len(candidate.saved_nodes)
-    simulation = choice.simulation
-    start_s = simulation.start_s
     where = "in host memory" if placement.tier == "host" else "away"
-    release_stall_s, wait_stall_s = simulation.release_stall_s.get(idx, 0.0), simulation.wait_stall_s.get(idx, 0.0)
-    offload, wait = placement.offload_of(movable), placement.wait_of(movable)
-    out_s = start_s[placement.release] - start_s[offload]
-    back_s = start_s[wait] - start_s[placement.reload]
+    times = planned_times(choice, movable)
     return Offload(
         representative=candidate.representative.name,
-        offload=offload,
+        offload=placement.offload_of(movable),
         release=placement.release,
         reload=placement.reload,
-        wait=wait,
-        # The time between two different positions includes the stall. At the same position, the stall is all of it.
+        wait=placement.wait_of(movable),
         # Values are rounded to microseconds to keep the graph readable.
-        out_s=round(max(out_s, release_stall_s), 6),
-        back_s=round(max(back_s, wait_stall_s), 6),
-        stall_s=round(release_stall_s + wait_stall_s, 6),
+        out_s=round(times.out_s, 6),
+        back_s=round(times.back_s, 6),
+        stall_s=round(times.stall_s, 6),
         reason=f"{where} between forward and backward" + (f"; {views} saved views share it" if views > 1 else ""),
         tier=placement.tier,
     )

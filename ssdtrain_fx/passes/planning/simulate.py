@@ -118,8 +118,8 @@ def simulate_within(
     problem: TransferProblem, placements: Placements, *, allowed_s: float, record: bool = False
 ) -> Simulation | None:
     """Simulate, and return None as soon as the exposed time is known to exceed ``allowed_s``."""
-    blocked_s = _blocked_s(problem, placements)
-    least_s = problem.recompute_s + sum(itertools.chain.from_iterable(blocked_s.values()))
+    ops_s = blocked_s(problem, placements)
+    least_s = problem.recompute_s + sum(itertools.chain.from_iterable(ops_s.values()))
     if least_s > allowed_s + ROUNDING * problem.step_s:
         return None
     give_up_s = allowed_s - problem.recompute_s + ROUNDING * problem.step_s
@@ -134,11 +134,11 @@ def simulate_within(
     """Positions where the delay changes, and the delay from there on."""
     delay_s = 0.0
     """How much later than without transfers the stream runs."""
-    for at, step, movable in _events(problem, placements):
+    for at, step, movable in ops_in_order(problem, placements):
         idx, began_with_s = movable.idx, delay_s
         now = elapsed_s[at] + delay_s
         if step is Step.OFFLOAD:
-            delay_s += blocked_s[idx][0]
+            delay_s += ops_s[idx][0]
             leave = channels.stage if placements[idx].tier == "host" else channels.write
             left_s[idx] = leave(movable, now, elapsed_s[at] + delay_s)
         elif step in _RELEASES:
@@ -150,7 +150,7 @@ def simulate_within(
                 wait_stall_s[idx] = back_s[idx] - now
                 delay_s = back_s[idx] - elapsed_s[at]
         else:
-            delay_s += blocked_s[idx][1]
+            delay_s += ops_s[idx][1]
             bring = channels.unstage if placements[idx].tier == "host" else channels.read
             back_s[idx] = bring(movable, elapsed_s[at] + delay_s)
         if delay_s > give_up_s:
@@ -193,7 +193,7 @@ def _delayed(starts_s: NDArray[np.float64], delays: Sequence[tuple[int, float]])
     return tuple((starts_s + np.array((0.0, *delay_s))[last]).tolist())
 
 
-def _blocked_s(problem: TransferProblem, placements: Placements) -> dict[int, tuple[float, float]]:
+def blocked_s(problem: TransferProblem, placements: Placements) -> dict[int, tuple[float, float]]:
     """Compute-stream time of each offloaded storage without stalls: out and back. Ops that were moved are in a row."""
     found: dict[int, tuple[float, float]] = {}
     for movable in problem.movables:
@@ -243,7 +243,8 @@ def host_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, .
     return tuple(itertools.accumulate(change[:-1]))
 
 
-def _events(problem: TransferProblem, placements: Placements) -> list[tuple[int, Step, Movable]]:
+def ops_in_order(problem: TransferProblem, placements: Placements) -> list[tuple[int, Step, Movable]]:
+    """The ops of all offloaded storages, each with its position, in the order in which they run."""
     events: list[tuple[int, Step, Movable]] = []
     for movable in problem.movables:
         placement = placements.get(movable.idx)

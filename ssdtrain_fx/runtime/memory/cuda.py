@@ -38,8 +38,8 @@ class CudaMover(StreamMover):
     def _pinned(self, buffer: StagingBuffer) -> Tensor:
         if buffer.pinned is None:  # on first use, because registering takes milliseconds
             cudart = self._functions.cudart()
-            # Noted first: if an interrupt comes after the call, the memory is unregistered before it is freed. Otherwise
-            # it could not be registered again when the system hands it out for another buffer.
+            # Noted first: if an interrupt comes after the call, the memory is unregistered before it is freed.
+            # Otherwise it could not be registered again when the system hands it out for another buffer.
             buffer.pinned = torch.frombuffer(buffer.view, dtype=torch.uint8)
             error = _error_of(cudart.cudaHostRegister(buffer.address, buffer.size_bytes, _HOST_REGISTER_PORTABLE))
             if error != 0:

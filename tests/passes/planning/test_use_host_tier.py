@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from ssdtrain_fx.passes.planning.plan import Offload, Plan
 from ssdtrain_fx.passes.planning.simulate import ROUNDING, host_bytes, simulate
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Placement, Placements, TransferProblem
 from ssdtrain_fx.passes.planning.use_host_tier import use_host_tier
-from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES
+from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, PINNED_BUDGET_BYTES
 from ssdtrain_fx.testing import analyse, assert_same_bits, calls, capture_toy, save_all, toy_hardware
 
 
@@ -225,6 +226,31 @@ def test_a_gpu_has_what_is_left_of_its_staging() -> None:
     gpu = toy_hardware(device="toy GPU", staging_bytes=64 * MIB)
     assert OffloadConfig().host_tier(gpu) == HostTier(budget_bytes=56 * MIB, chunk_bytes=CHUNK_BYTES)
     assert OffloadConfig(io="kvikio").host_tier(gpu) is None, "transfers bypass staging, so nothing can stay in it"
+
+
+@pytest.mark.parametrize(
+    ("measured_bytes", "uses_kvikio", "options", "planned_bytes"),
+    [
+        (64 * MIB, False, {}, 64 * MIB),
+        (64 * MIB, True, {"io": "kvikio"}, 0),  # whatever the profile was measured with
+        (0, True, {}, 0),
+        (0, True, {"host_budget_bytes": 16 * MIB}, 0),
+        (0, True, {"checksum": True}, PINNED_BUDGET_BYTES),  # not through KvikIO
+        (0, False, {"io": "posix"}, PINNED_BUDGET_BYTES),
+        (0, False, {"io": "posix", "ssd_dir": ("a", "b")}, 2 * PINNED_BUDGET_BYTES),
+    ],
+)
+def test_the_planner_knows_the_staging_on_the_path_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+    measured_bytes: int,
+    uses_kvikio: bool,
+    options: dict[str, Any],
+    planned_bytes: int,
+) -> None:
+    """If a plan counts on staging that is not there, everything arrives late, and then nothing is moved at all."""
+    monkeypatch.setattr("ssdtrain_fx.config.may_use_kvikio", lambda io: uses_kvikio)
+    gpu = toy_hardware(device="toy GPU", staging_bytes=measured_bytes)
+    assert OffloadConfig(hardware=gpu, **options).load_hardware("cuda").staging_bytes == planned_bytes
 
 
 def test_the_planner_knows_the_host_budget_of_a_gpu() -> None:

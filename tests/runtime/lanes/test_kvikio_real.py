@@ -4,25 +4,17 @@ The library, its threads, its buffers between "device" and file, and its handles
 GPU and GPUDirect Storage are not. Each test runs in a separate process with a time limit, because KvikIO can hang.
 """
 
-import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import stub_driver
 
 import ssdtrain_fx
 
-COMPILER = shutil.which("cc") or shutil.which("gcc")
-pytestmark = [
-    pytest.mark.skipif(COMPILER is None, reason="there is no C compiler to build the stub of the CUDA driver"),
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("kvikio", "rapids_logger")),
-        reason="KvikIO is not installed (`make test` installs it without its CUDA packages)",
-    ),
-]
+pytestmark = stub_driver.NEEDS_KVIKIO
 
 PRELUDE = """
 import sys
@@ -77,12 +69,8 @@ directories = tuple(sys.argv[1:])
 
 @pytest.fixture(scope="module")
 def driver_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the stub, which has the name of the driver."""
-    directory = tmp_path_factory.mktemp("driver")
-    source = Path(__file__).with_name("stub_libcuda.c")
-    assert COMPILER is not None
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", directory / "libcuda.so.1", source], check=True, timeout=60)
-    return directory
+    """The directory of the stub."""
+    return stub_driver.build(tmp_path_factory.mktemp("driver")).parent
 
 
 def run(script: str, driver_directory: Path, directories: list[Path]) -> str:

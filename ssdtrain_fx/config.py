@@ -36,7 +36,7 @@ from ssdtrain_fx.passes.planning.step_budget import StepBudget, budget_in_proces
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.lanes.threads.kvikio_choice import may_use_kvikio
-from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, CPU_BUDGET_BYTES, PINNED_BUDGET_BYTES
+from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, CPU_BUDGET_BYTES
 
 if TYPE_CHECKING:
     from ssdtrain_fx.machine.call_times import CallTimes
@@ -274,7 +274,7 @@ class OffloadConfig:
             return hardware.staging_bytes
         if self.io == "kvikio" or (hardware.staging_bytes == 0 and not self.checksum and may_use_kvikio(self.io)):
             return 0
-        return self._own_host_budget_bytes or hardware.staging_bytes or PINNED_BUDGET_BYTES * self._drive_count
+        return self._own_host_budget_bytes or hardware.staging_bytes
 
     def _find_hardware(self, device: str) -> Hardware:
         if isinstance(self.hardware, Hardware):
@@ -339,11 +339,8 @@ class OffloadConfig:
         """Staging that the engine will fill on a CPU. Native AIO moves all but small tensors without staging."""
         if hardware.staging_bytes == 0 and self.io != "posix":
             return 0
-        return self._own_host_budget_bytes or hardware.staging_bytes or CPU_BUDGET_BYTES * self._drive_count
-
-    @property
-    def _drive_count(self) -> int:
-        return len(self.ssd_dir) if isinstance(self.ssd_dir, tuple) else 1
+        drive_count = len(self.ssd_dir) if isinstance(self.ssd_dir, tuple) else 1
+        return self._own_host_budget_bytes or hardware.staging_bytes or CPU_BUDGET_BYTES * drive_count
 
     def load_call_times(self, device: str) -> CallTimes | None:
         """The measured times of ops on ``device``, such as ``cpu`` or ``cuda``; None with ``costs="roofline"``.

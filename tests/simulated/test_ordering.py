@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -638,6 +639,30 @@ def test_a_reload_that_was_begun_ahead_for_another_stream_is_not_used(sim: Simul
         side.synchronize()
         assert values(read) == {3.0}
         del z, kept
+
+
+def test_a_copy_whose_caller_was_interrupted_ends_before_its_buffer_is_freed(sim: Simulator, ssd_dir: str) -> None:
+    """The exception comes when the copy has been enqueued and nobody knows of it yet."""
+    engine = Engine(EngineConfig(ssd_dir=ssd_dir, io="posix"), Parts(open_file=lambda _: MemoryFile()))
+    mover: Any = engine._lanes.of(TYPE).mover
+    record = mover._record
+
+    def interrupt(stream: Any) -> Any:
+        if stream == mover._side_streams(DEVICE).out:
+            raise MemoryError
+        return record(stream)
+
+    with sim.hold():
+        x = full(3.0)
+        with unittest.mock.patch.object(mover, "_record", interrupt):
+            with contextlib.suppress(MemoryError):  # where a thread of the engine makes the copy, it has it
+                engine.offload(x, "x")
+            assert comes_true(lambda: engine.has_failed)
+        engine.close(timeout_s=0.3)
+        assert not engine.is_gone
+    engine.close()
+    assert engine.is_gone
+    gpu.synchronize()
 
 
 class _DirectDrive:

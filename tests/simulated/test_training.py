@@ -8,20 +8,22 @@ import gc
 import os
 import threading
 import unittest.mock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from device_under_test import DEVICE, TYPE, gpu
+from interrupter import Interrupter
 from steps import counted, settled_statistics
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ssdtrain_fx import OffloadConfig, Statistics, backend
 from ssdtrain_fx.errors import SSDTrainError
-from ssdtrain_fx.hardware import Hardware
+from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.runtime.book import admission
+from ssdtrain_fx.runtime.memory.stream_mover import StreamMover
 from ssdtrain_fx.studies import zoo
 from ssdtrain_fx.testing import assert_same_bits, gradients_of, toy_hardware
 
@@ -194,11 +196,16 @@ def test_policy_auto_recomputes(sim: Simulator, ssd_dir: str) -> None:
     compare(ssd_dir, "gpt", policy="auto", max_slowdown=1.0)
 
 
-def test_a_host_tier_that_is_too_small_is_demoted(sim: Simulator, ssd_dir: str) -> None:
+@pytest.mark.parametrize("disk", ["works", "is full"])
+def test_a_host_tier_that_is_too_small_is_demoted(sim: Simulator, ssd_dir: str, disk: str) -> None:
+    """The engine has less staging than the plan counts on. What cannot be written stays in memory."""
     sim.configure(seed=11, default_us=100, side_us=300, percent=30)
-    moved = compare(ssd_dir, "gpt", hardware=HOST_TIER, host_budget_bytes=8 << 20)
-    assert moved.host_bytes > 0
-    assert moved.bytes_written > 0
+    options = {} if disk == "works" else {"disk_reserve_bytes": 1 << 60}
+    with unittest.mock.patch.object(StreamMover, "default_budget_bytes", 8 << 20):
+        moved = compare(ssd_dir, "gpt", hardware=HOST_TIER, **options)
+    assert moved.demoted_bytes > 0
+    assert (moved.bytes_written > 0) == (disk == "works")
+    assert (moved.kept_bytes > 0) == (disk == "is full")
 
 
 @pytest.mark.quick_on_cuda
@@ -212,6 +219,17 @@ def test_a_chain_of_graphs(sim: Simulator, ssd_dir: str) -> None:
     sim.configure(seed=13, default_us=100, side_us=300, percent=30)
     moved = compare(ssd_dir, "gpt", regional=True)
     assert moved.ahead_bytes > 0
+
+
+def test_tensors_that_leave_after_their_graph(sim: Simulator, ssd_dir: str) -> None:
+    """By the plan, the disk takes for ever, so all releases are at the end. Staging has two buffers, so most tensors of
+    a layer are still on the device when the next layer begins."""
+    sim.configure(seed=28, side_us=10_000)
+    for_ever = Channel(bytes_per_s=1.0)
+    slow = dataclasses.replace(ONLY_DISK, write=for_ever, read=for_ever)
+    with unittest.mock.patch.object(StreamMover, "default_budget_bytes", 4 << 20):
+        moved = compare(ssd_dir, "gpt", regional=True, hardware=slow)
+    assert moved.late_bytes > 0
 
 
 @pytest.mark.quick_on_cuda
@@ -358,24 +376,18 @@ def test_tensors_that_stay_to_save_time(sim: Simulator, ssd_dir: str) -> None:
     assert moved.kept_for_time_bytes > 0
 
 
-@pytest.mark.parametrize("error", ["KeyboardInterrupt", "MemoryError"])
-def test_a_step_after_one_that_was_interrupted(sim: Simulator, ssd_dir: str, error: str) -> None:
-    """The exception comes at some instruction of the runtime in forward; the thread of backward belongs to torch."""
-    from interrupter import Interrupter
-
-    sim.configure(seed=25, default_us=100, side_us=300, percent=30)
-    raised: type[BaseException] = {"KeyboardInterrupt": KeyboardInterrupt, "MemoryError": MemoryError}[error]
+def steps_after_interrupts(ssd_dir: str, points: Iterable[int], interrupt: Callable[..., Interrupter]) -> None:
+    """Train after steps that ``interrupt(model, batch, point)`` has run: gradients have the bits of before."""
 
     def loop(model: Any, batches: Sequence[tuple[Tensor, ...]]) -> None:
         ordinary(model, batches)
         if batches[0][0].device.type != TYPE:
             return
         kept = [parameter.grad for parameter in model.parameters()]
-        for at in range(100, 1500, 200):
+        for at in points:
             for parameter in model.parameters():
                 parameter.grad = None
-            with contextlib.suppress(raised, SSDTrainError), Interrupter(at, raised) as interrupter:
-                ordinary(model, batches[:1])
+            interrupter = interrupt(model, batches[0], at)
             assert interrupter.place, f"the step has {interrupter.count} points, and not {at}"
         for parameter in model.parameters():
             parameter.grad = None
@@ -385,6 +397,35 @@ def test_a_step_after_one_that_was_interrupted(sim: Simulator, ssd_dir: str, err
             assert torch.equal(parameter.grad, gradient)
 
     compare(ssd_dir, "mlp", loop)
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "MemoryError"])
+def test_a_step_after_one_whose_forward_was_interrupted(sim: Simulator, ssd_dir: str, error: str) -> None:
+    """The exception comes at some instruction of the runtime."""
+    sim.configure(seed=25, default_us=100, side_us=300, percent=30)
+    raised: type[BaseException] = {"KeyboardInterrupt": KeyboardInterrupt, "MemoryError": MemoryError}[error]
+
+    def interrupt(model: Callable[..., Tensor], batch: tuple[Tensor, ...], at: int) -> Interrupter:
+        with contextlib.suppress(raised, SSDTrainError), Interrupter(at, raised) as interrupter:
+            model(*batch).backward()
+        return interrupter
+
+    steps_after_interrupts(ssd_dir, range(100, 1500, 200), interrupt)
+
+
+def test_a_step_after_one_whose_backward_lacked_memory(sim: Simulator, ssd_dir: str) -> None:
+    """Backward runs on a thread of torch, where a hook of the loss plants the exception. Ctrl-C never comes there."""
+    sim.configure(seed=29, default_us=100, side_us=300, percent=30)
+
+    def interrupt(model: Callable[..., Tensor], batch: tuple[Tensor, ...], at: int) -> Interrupter:
+        interrupter = Interrupter(at, MemoryError)
+        loss = model(*batch)
+        loss.register_hook(lambda _: interrupter.__enter__() and None)
+        with contextlib.suppress(MemoryError, SSDTrainError):
+            loss.backward()
+        return interrupter
+
+    steps_after_interrupts(ssd_dir, range(50, 950, 150), interrupt)
 
 
 def test_a_forked_process_leaves_the_training_alone(sim: Simulator, ssd_dir: str) -> None:

@@ -82,6 +82,10 @@ class Mover(Protocol):
         """Make the caller's current stream wait for ``mark``, without blocking the thread."""
         ...
 
+    def last_marks(self) -> list[tuple[torch.device, Mark]]:
+        """Marks that devices reach once they have made all copies that were enqueued before."""
+        ...
+
     def forget(self, buffers: Sequence[StagingBuffer]) -> None:
         """Undo the preparation of ``buffers`` for copies."""
         ...
@@ -119,6 +123,9 @@ class CpuMover:
 
     def wait_stream(self, mark: Mark, device: torch.device) -> None:
         return
+
+    def last_marks(self) -> list[tuple[torch.device, Mark]]:
+        return []
 
     def forget(self, buffers: Sequence[StagingBuffer]) -> None:
         return

@@ -19,6 +19,7 @@ Guarantees, per device and in the order of the device's work:
 from __future__ import annotations
 
 import abc
+import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -82,6 +83,13 @@ class StreamMover(abc.ABC):
     def wait_stream(self, mark: Mark, device: torch.device) -> None:
         if mark is not None:
             self._functions.current_stream(device).wait_event(mark)
+
+    def last_marks(self) -> list[tuple[torch.device, Mark]]:
+        marks: list[tuple[torch.device, Mark]] = []
+        for device, streams in tuple(self._streams.items()):
+            with contextlib.suppress(RuntimeError):  # of a device that has failed, and copies nothing any more
+                marks += [(device, self._record(stream)) for stream in (streams.out, streams.back)]
+        return marks
 
     @abc.abstractmethod
     def make_buffer(self, size_bytes: int) -> StagingBuffer: ...

@@ -19,7 +19,7 @@ from ssdtrain_fx.passes.planning.plan import Offload, Plan
 from ssdtrain_fx.passes.planning.simulate import ROUNDING, host_bytes, simulate
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Placement, Placements, TransferProblem
 from ssdtrain_fx.passes.planning.use_host_tier import use_host_tier
-from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, PINNED_BUDGET_BYTES
+from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES
 from ssdtrain_fx.testing import analyse, assert_same_bits, calls, capture_toy, save_all, toy_hardware
 
 
@@ -235,9 +235,8 @@ def test_a_gpu_has_what_is_left_of_its_staging() -> None:
         (64 * MIB, True, {"io": "kvikio"}, 0),  # whatever the profile was measured with
         (0, True, {}, 0),
         (0, True, {"host_budget_bytes": 16 * MIB}, 0),
-        (0, True, {"checksum": True}, PINNED_BUDGET_BYTES),  # not through KvikIO
-        (0, False, {"io": "posix"}, PINNED_BUDGET_BYTES),
-        (0, False, {"io": "posix", "ssd_dir": ("a", "b")}, 2 * PINNED_BUDGET_BYTES),
+        (0, True, {"host_budget_bytes": 16 * MIB, "checksum": True}, 16 * MIB),  # not through KvikIO
+        (0, False, {"host_budget_bytes": 16 * MIB}, 16 * MIB),
     ],
 )
 def test_the_planner_knows_the_staging_on_the_path_of_the_engine(

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from ssdtrain_fx.runtime.book.ledger import Ledger
 from ssdtrain_fx.runtime.book.records import Chunk, ChunkState, Entry, Fill
+from ssdtrain_fx.runtime.book.traffic import Direction
 from ssdtrain_fx.runtime.lanes.lane import Lane
 from ssdtrain_fx.runtime.lanes.threads.device_streams import DeviceStreams
 from ssdtrain_fx.runtime.lanes.threads.staged import StagedTransport
 from ssdtrain_fx.runtime.lanes.threads.transport import Queues, Transport
-from ssdtrain_fx.runtime.lanes.threads.workers import Task, Workers
+from ssdtrain_fx.runtime.lanes.threads.workers import Task, Workers, nothing
 from ssdtrain_fx.runtime.memory.movers import Mover
 from ssdtrain_fx.runtime.memory.staging import StagingPool
 from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
@@ -152,6 +153,9 @@ class ThreadLane(Lane):
             if not left_s:
                 return False
             self.wait_for_progress(seen, min(BLOCK_S, left_s))
+        with ledger.lock:  # an op that was interrupted may have enqueued a copy that nobody follows
+            for device, mark in self.mover.last_marks():
+                self._streams.when_over(mark, device, Direction.WRITE, nothing)
         if not self._streams.drain(patience):
             return False
         self.has_stopped = True

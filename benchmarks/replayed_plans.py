@@ -6,8 +6,9 @@
 
 A micro-batch of the model is traced by shapes and planned for a GPU and its drives, as ``ssdtrain-fx project`` does.
 The plan is then carried out on the simulated device (tests/simulated/replay.py): kernels, copies and the disk take the
-planned time, and everything between is the package itself. Bytes are ``BYTE_SHARE`` of the real ones, and a step takes
-``--step-s`` seconds, so that what Python takes is small, as it is on a real machine with larger chunks and more cores.
+planned time, and everything between is the package itself. Bytes are ``BYTE_SHARE`` of the real ones, and everything is
+``--times-slower``, so that what Python takes is small. It would count on a real machine: with ``--times-slower 4``, one
+core of a small virtual machine could not move 8 GB/s.
 
 Columns:
 
@@ -87,7 +88,7 @@ def run_case(simulator: Any, case: Case, problem: Any, layers: int, chosen: argp
             problem, host=None, hardware=dataclasses.replace(problem.hardware, staging_bytes=0)
         )
     choice = choose_within_time(problem, max_slowdown=chosen.max_slowdown, floor_bytes=floor_bytes(problem))
-    scale = replay.Scale(BYTE_SHARE, chosen.step_s / problem.step_s)
+    scale = replay.Scale(BYTE_SHARE, chosen.times_slower)
     simulator.configure()
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -198,7 +199,7 @@ def work(chosen: argparse.Namespace) -> int:
         problem = dataclasses.replace(problems[case.model, case.gpu], hardware=machine(gpu, drive, case.drives))
         results.append(run_case(simulator, case, problem, shape.layers, chosen))
         console.print("  ".join(cells(results[-1])), style="dim", highlight=False)
-        written = {"date": datetime.date.today().isoformat(), "step_s": chosen.step_s, "results": results}
+        written = {"date": datetime.date.today().isoformat(), "times_slower": chosen.times_slower, "results": results}
         chosen.json.parent.mkdir(exist_ok=True)
         chosen.json.write_text(json.dumps(written, indent=2) + "\n")
     console.print(rich_table(table(results), title="Replayed plans"))
@@ -209,7 +210,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", choices=[case.name for case in CASES])
     parser.add_argument("--max-slowdown", type=float, default=0.02)
-    parser.add_argument("--step-s", type=float, default=10.0)
+    parser.add_argument("--times-slower", type=float, default=20.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "replayed_plans.json")
     parser.add_argument("--markdown", type=Path, help="print the table of these results, and replay nothing")

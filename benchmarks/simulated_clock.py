@@ -2,6 +2,7 @@
 
     python benchmarks/simulated_clock.py
     python benchmarks/simulated_clock.py --case "H100, 1 drive" --repeats 5
+    python benchmarks/simulated_clock.py --markdown benchmarks/stored/simulated_clock.json
 
 A real GPU is never as fast as a roofline says, so a step that takes longer than predicted shows little. Here, every
 node takes the time that the planner assumes (tests/simulated/paced.py): copies and the disk have the planned rates,
@@ -41,7 +42,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from result_tables import rich_table
+from result_tables import markdown, rich_table
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
@@ -308,6 +309,13 @@ HEAD = (
 )
 
 
+def page_table(results: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The columns that docs/howto/gpu.md shows, the head first."""
+    shown = [HEAD.index(name) for name in ("case", "moved (host)", "slowdown", "measured", "off by")]
+    shown[3] = shown[2] + 1  # several columns have that name
+    return [[row[at] for at in shown] for row in (list(HEAD), *map(cells, results))]
+
+
 def work(chosen: argparse.Namespace) -> int:
     """In the process with the device."""
     simulator = from_tests("simulated_device").install()  # before torch
@@ -352,10 +360,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--trace", default="", help="write a trace of the first measured step to this file")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "simulated_clock.json")
+    parser.add_argument("--markdown", type=Path, help="print a table of these results, and measure nothing")
     parser.add_argument("--no-admission", action="store_true", help="move everything, whatever it costs")
     parser.add_argument("--in-step", action="store_true", help="let the host be where the device is, at every op")
     parser.add_argument("--no-read-ahead", action="store_true", help="read nothing before backward requests it")
     chosen = parser.parse_args(arguments)
+    if chosen.markdown is not None:
+        print(markdown(page_table(json.loads(chosen.markdown.read_text())["results"])))
+        return 0
     if "SIMULATED_DEVICE" in os.environ:
         return work(chosen)
     # The device has to be there before torch is imported.

@@ -153,8 +153,9 @@ class ThreadLane(Lane):
             if not left_s:
                 return False
             self.wait_for_progress(seen, min(BLOCK_S, left_s))
-        with ledger.lock:  # an op that was interrupted may have enqueued a copy that nobody follows
-            for device, mark in self.mover.last_marks():
+        marks = self.mover.last_marks()  # an op that was interrupted may have enqueued a copy that nobody follows
+        with ledger.lock:
+            for device, mark in marks:
                 self._streams.when_over(mark, device, Direction.WRITE, nothing)
         if not self._streams.drain(patience):
             return False

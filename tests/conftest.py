@@ -55,6 +55,9 @@ def _fast_linker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  #
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real-device", action="store_true", help="Run the tests of the simulated device on a GPU.")
+    parser.addoption(
+        "--repetitions", type=int, default=1, help="Run each test of the simulated device so often, with other delays."
+    )
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ They run twice: once the device is ``torch.cuda``, and once one that torch does 
 they run once; with ``quick_on_cuda``, only the first run is quick. Their other arguments must be values that JSON can
 hold; ``ssd_dir`` is one.
 
-With ``--real-device``, it is a GPU.
+With ``--real-device``, it is a GPU. With ``--repetitions 20``, each of these tests runs 20 times, with other delays.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in names if name != "sim"}
     device_type = pyfuncitem.funcargs["sim"]
     run = _processes[device_type].run if device_type in _processes else run_on_gpu
-    failure = run(Path(pyfuncitem.fspath).stem, pyfuncitem.originalname, arguments)
-    if failure is not None and failure.startswith(SKIPPED):
-        pytest.skip(failure.removeprefix(SKIPPED))
-    if failure is not None:
-        pytest.fail(failure, pytrace=False)
+    for repetition in range(pyfuncitem.config.getoption("--repetitions")):
+        failure = run(Path(pyfuncitem.fspath).stem, pyfuncitem.originalname, arguments, repetition=repetition)
+        if failure is not None and failure.startswith(SKIPPED):
+            pytest.skip(failure.removeprefix(SKIPPED))
+        if failure is not None:
+            pytest.fail(f"repetition {repetition}:\n{failure}", pytrace=False)
     return True

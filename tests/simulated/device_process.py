@@ -46,9 +46,15 @@ class DeviceProcess:
         )
 
     def run(
-        self, module: str, function: str, arguments: dict[str, Any], package_root: Path | None = None
+        self,
+        module: str,
+        function: str,
+        arguments: dict[str, Any],
+        package_root: Path | None = None,
+        *,
+        repetition: int = 0,
     ) -> str | None:
-        """Run one test. Returns what went wrong, or None.
+        """Run one test. Returns what went wrong, or None. Each ``repetition`` has other delays.
 
         With a ``package_root``, the test runs in a forked process, on the package there. A process runs all of its
         tests in this way, or none.
@@ -58,7 +64,13 @@ class DeviceProcess:
         assert stdout is not None
         start = self._errors.seek(0, os.SEEK_END)
         root = None if package_root is None else str(package_root)
-        request = {"module": module, "function": function, "arguments": arguments, "package_root": root}
+        request = {
+            "module": module,
+            "function": function,
+            "arguments": arguments,
+            "repetition": repetition,
+            "package_root": root,
+        }
         try:
             stdin.write(json.dumps(request).encode() + b"\n")
             stdin.flush()
@@ -89,10 +101,17 @@ class DeviceProcess:
         return self._errors.read()[-10_000:].decode(errors="replace")
 
 
-def run_on_gpu(module: str, function: str, arguments: dict[str, Any], package_root: Path = TESTS.parent) -> str | None:
+def run_on_gpu(
+    module: str,
+    function: str,
+    arguments: dict[str, Any],
+    package_root: Path = TESTS.parent,
+    *,
+    repetition: int = 0,
+) -> str | None:
     """Run one test in a process of its own: a CUDA context that has failed cannot be repaired, or forked."""
     process = DeviceProcess(None, package_root=package_root)
     try:
-        return process.run(module, function, arguments)
+        return process.run(module, function, arguments, repetition=repetition)
     finally:
         process.close()

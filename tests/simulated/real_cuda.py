@@ -40,6 +40,8 @@ class Counts:
 class RealDevice:
     """The interface of :class:`simulated_device.Simulator`. The first call that needs the GPU initializes CUDA."""
 
+    repetition = 0
+
     def __init__(self) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._driver.cuLaunchHostFunc.argtypes = [ctypes.c_void_p, _HostFunction, ctypes.c_void_p]
@@ -63,7 +65,7 @@ class RealDevice:
     ) -> None:
         """Delay ``percent`` of the copies on other streams by up to ``side_us``, and what comes next on the current
         one by ``default_us``."""
-        self._random = random.Random(seed)
+        self._random = random.Random(seed + 1000 * self.repetition)
         self._side_us, self._percent, self._hold_limit_s = side_us, percent, hold_limit_s
         if default_us:
             torch.cuda._sleep(default_us * CYCLES_PER_US)

@@ -42,8 +42,6 @@ import torch._meta_registrations  # shapes of operators whose meta kernels are i
 from torch import Tensor
 
 DEVICE_COUNT = 2
-REPETITION = int(os.environ.get("SIMULATED_REPETITION", "0"))
-"""Another number, other delays in all tests."""
 
 
 class Memory(NamedTuple):
@@ -82,6 +80,8 @@ class Simulator:
 
     failed = False
     """A device that has failed is repaired after the test."""
+    repetition = 0
+    """Another number, other delays."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -119,7 +119,7 @@ class Simulator:
         """Delay ``percent`` of the kernels and copies by up to ``default_us`` microseconds on default streams, and by
         up to ``side_us`` on others. A stream that is held for ``hold_limit_s`` goes on, and its device fails."""
         self._library.simulated_configure(
-            seed + 1000 * REPETITION, default_us, side_us, percent, int(hold_limit_s * 1000)
+            seed + 1000 * self.repetition, default_us, side_us, percent, int(hold_limit_s * 1000)
         )
 
     @contextlib.contextmanager

@@ -40,12 +40,13 @@ HANGS_AFTER_S = 100
 FORKED_HANGS_AFTER_S = 60
 
 
-def run_case(module: str, function: str, arguments: dict[str, Any]) -> str | None:
+def run_case(module: str, function: str, arguments: dict[str, Any], repetition: int) -> str | None:
     """Run a test as pytest would. Returns the traceback if it fails."""
     try:
         case: Callable[..., object] = getattr(importlib.import_module(module), function)
         torch._dynamo.reset()
         torch.manual_seed(0)
+        simulator.repetition = repetition
         simulator.configure()
         simulator.take_counts()
         case(sim=simulator, **arguments)

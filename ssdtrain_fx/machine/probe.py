@@ -191,7 +191,7 @@ def _faster(one: Hardware, other: Hardware) -> Hardware:
 def _tensor_s(channel: Channel) -> float:
     """What a tensor of common size takes.
 
-    The rate alone is too high if a smaller transfer was disturbed: the fitted line then begins later and rises less.
+    The rate alone is too high if a smaller transfer was disturbed: the fitted line then begins higher and rises less.
     """
     return channel.transfer_s(8 << 20)
 

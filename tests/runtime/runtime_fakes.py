@@ -282,6 +282,21 @@ class FakeStream:
         return [event for logged, event in self.log if logged == verb]
 
 
+class HandClock:
+    """Stands still until a thread moves it; any thread may do so."""
+
+    def __init__(self) -> None:
+        self._now_s = 100.0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> float:
+        return self._now_s
+
+    def move(self, seconds: float) -> None:
+        with self._lock:
+            self._now_s += seconds
+
+
 class _Runtime:
     def __init__(self) -> None:
         self.registered: collections.Counter[int] = collections.Counter()

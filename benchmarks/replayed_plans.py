@@ -6,9 +6,9 @@
 
 A micro-batch of the model is traced by shapes and planned for a GPU and its drives, as ``ssdtrain-fx project`` does.
 The plan is then carried out on the simulated device (tests/simulated/replay.py): kernels, copies and the disk take the
-planned time, and everything between is the package itself. Bytes are ``BYTE_SHARE`` of the real ones, and everything is
-``--times-slower``, so that what Python takes is small. It would count on a real machine: with ``--times-slower 4``, one
-core of a small virtual machine could not move 8 GB/s.
+planned time, and everything between is the package itself. A chunk has 4 KiB, and everything is ``--times-slower``, so
+that what Python takes is small. On a real machine it counts: ``--times-slower 4`` shows it, and what larger or smaller
+chunks (``--chunk-mib``) make of it.
 
 Columns:
 
@@ -46,9 +46,6 @@ from simulated_clock import from_tests
 DRIVE = "pm1743"
 MICRO_BATCHES: Mapping[str, int] = {"gpt2-xl": 8, "llama-3-8b": 1}
 CHUNK_BYTES = 4096
-BYTE_SHARE = 1 / 512
-"""A chunk stands for 2 MiB, as in training."""
-KVIKIO_CHUNK_BYTES = 32768
 WARM_UP_STEPS = 1
 GIB = 1 << 30
 
@@ -88,7 +85,8 @@ def run_case(simulator: Any, case: Case, problem: Any, layers: int, chosen: argp
             problem, host=None, hardware=dataclasses.replace(problem.hardware, staging_bytes=0)
         )
     choice = choose_within_time(problem, max_slowdown=chosen.max_slowdown, floor_bytes=floor_bytes(problem))
-    scale = replay.Scale(BYTE_SHARE, chosen.times_slower)
+    byte_share = CHUNK_BYTES / (chosen.chunk_mib << 20)
+    scale = replay.Scale(byte_share, chosen.times_slower)
     simulator.configure()
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -102,7 +100,7 @@ def run_case(simulator: Any, case: Case, problem: Any, layers: int, chosen: argp
             max_stall_share=UNPLANNED_SHARE * chosen.max_slowdown,
             is_direct=is_direct,
         ) as replayed,
-        mock.patch.object(kvikio, "CHUNK_BYTES", KVIKIO_CHUNK_BYTES),
+        mock.patch.object(kvikio, "CHUNK_BYTES", int(kvikio.CHUNK_BYTES * byte_share)),
     ):
         steps = [replayed.run() for _ in range(WARM_UP_STEPS + chosen.repeats)][WARM_UP_STEPS:]
     moving = replay.moving_bytes(problem, choice)
@@ -120,7 +118,7 @@ def run_case(simulator: Any, case: Case, problem: Any, layers: int, chosen: argp
         "predicted_peak_bytes": moving.peak_bytes,
         "measured_peak_bytes": [step.peak_bytes for step in steps],
         "wrong_bytes": sum(step.wrong_bytes for step in steps),
-        "kept_for_time_bytes": [step.statistics.kept_for_time_bytes / BYTE_SHARE for step in steps],
+        "kept_for_time_bytes": [step.statistics.kept_for_time_bytes / byte_share for step in steps],
         "layers_ahead": {
             "forward": [one[0] for one in ahead],
             "backward": [one[1] for one in ahead],
@@ -211,6 +209,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--case", nargs="+", choices=[case.name for case in CASES])
     parser.add_argument("--max-slowdown", type=float, default=0.02)
     parser.add_argument("--times-slower", type=float, default=20.0)
+    parser.add_argument(
+        "--chunk-mib", type=int, default=8, help="MiB of a chunk of staging (default: %(default)s, as in training)"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "replayed_plans.json")
     parser.add_argument("--markdown", type=Path, help="print the table of these results, and replay nothing")

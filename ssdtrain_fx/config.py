@@ -36,7 +36,7 @@ from ssdtrain_fx.passes.planning.step_budget import StepBudget, budget_in_proces
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.lanes.threads.kvikio_choice import may_use_kvikio
-from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, CPU_BUDGET_BYTES
+from ssdtrain_fx.runtime.memory.staging import CPU_BUDGET_BYTES, pinned_chunk_bytes
 
 if TYPE_CHECKING:
     from ssdtrain_fx.machine.call_times import CallTimes
@@ -304,7 +304,10 @@ class OffloadConfig:
         if not hardware.has_host_tier or self.io == "kvikio":
             return None
         in_transit_bytes = math.ceil(hardware.staging_bytes * SHARE_IN_TRANSIT)
-        return HostTier(budget_bytes=hardware.staging_bytes - in_transit_bytes, chunk_bytes=CHUNK_BYTES)
+        return HostTier(
+            budget_bytes=hardware.staging_bytes - in_transit_bytes,
+            chunk_bytes=pinned_chunk_bytes(hardware.staging_bytes),
+        )
 
     def find_budget(self, example_inputs: Sequence[Any] = ()) -> StepBudget | None:
         """What a step with these inputs may add to the memory of the process. None: ``memory_budget_bytes`` is None.

@@ -523,18 +523,6 @@ def test_the_page_on_projections_has_the_tables_of_the_stored_results(load: Call
     assert [name for name, rows in tables.items() if projection.markdown(rows) not in page] == []
 
 
-@pytest.mark.parametrize("name", ["replayed_plans", "simulated_clock"])
-def test_the_page_on_gpus_has_the_tables_of_the_stored_results(
-    load: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    stored = BENCHMARKS / "stored" / f"{name}.json"
-    program = load(name)
-    assert program.main(["--markdown", str(stored)]) == 0
-    assert capsys.readouterr().out.strip() in (BENCHMARKS.parent / "docs" / "howto" / "gpu.md").read_text()
-    cases = [result["case"] for result in json.loads(stored.read_text())["results"]]
-    assert cases == [case.name for case in program.CASES]
-
-
 @pytest.mark.slow
 def test_the_stored_projections_are_those_of_this_code(load: Callable[[str], ModuleType]) -> None:
     projection = load("projection")

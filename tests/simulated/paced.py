@@ -281,7 +281,7 @@ class PacedTraining:
         engines = Engines(open_engine)
         with (
             mock.patch.object(ops, "_engines", engines),
-            mock.patch("ssdtrain_fx.config.CHUNK_BYTES", self._chunk_bytes),
+            mock.patch("ssdtrain_fx.config.pinned_chunk_bytes", return_value=self._chunk_bytes),
         ):
             self._simulator.pace_copies(self._rates.copy_out.bytes_per_s, self._rates.copy_in.bytes_per_s)
             try:

@@ -31,7 +31,7 @@ from ssdtrain_fx.runtime.lanes.threads.thread_lane import ThreadLane
 from ssdtrain_fx.runtime.memory.accelerator import AcceleratorMover
 from ssdtrain_fx.runtime.memory.cuda import CudaMover
 from ssdtrain_fx.runtime.memory.movers import CpuMover, Mover
-from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, StagingPool
+from ssdtrain_fx.runtime.memory.staging import StagingPool
 from ssdtrain_fx.runtime.memory.tensor_memory import TensorMemory
 from ssdtrain_fx.runtime.policy.patience import Clock
 from ssdtrain_fx.runtime.policy.stalls import Stalls
@@ -169,7 +169,7 @@ class Lanes:
         budget_bytes = config.host_budget_bytes
         if budget_bytes is None:
             budget_bytes = mover.default_budget_bytes * drive_count
-        pool = StagingPool(budget_bytes, self._chunk_size(CHUNK_BYTES), mover.make_buffer)
+        pool = StagingPool(budget_bytes, self._chunk_size(mover.chunk_bytes(budget_bytes)), mover.make_buffer)
         aio = None if tensor_memory is None else self._open_aio()
         if tensor_memory is not None and aio is not None:
             return AioLane(

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ssdtrain_fx.runtime.memory.staging import CPU_BUDGET_BYTES, StagingBuffer
+from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, CPU_BUDGET_BYTES, StagingBuffer
 
 
 class Event(Protocol):
@@ -49,6 +49,10 @@ class Mover(Protocol):
     default_budget_bytes: int
     enqueues: bool
     """Copies return before they have finished, so that the thread that calls ``offload`` can start them itself."""
+
+    def chunk_bytes(self, budget_bytes: int) -> int:
+        """The size of staging buffers, if there may be ``budget_bytes`` of them."""
+        ...
 
     def make_buffer(self, size_bytes: int) -> StagingBuffer:
         """A staging buffer that this mover can copy to and from."""
@@ -97,6 +101,9 @@ class CpuMover:
     thread_count = 2
     default_budget_bytes = CPU_BUDGET_BYTES
     enqueues = False
+
+    def chunk_bytes(self, budget_bytes: int) -> int:
+        return CHUNK_BYTES
 
     def make_buffer(self, size_bytes: int) -> StagingBuffer:
         return StagingBuffer(size_bytes)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.runtime.memory.movers import Mark, Region
-from ssdtrain_fx.runtime.memory.staging import PINNED_BUDGET_BYTES, StagingBuffer
+from ssdtrain_fx.runtime.memory.staging import PINNED_BUDGET_BYTES, StagingBuffer, pinned_chunk_bytes
 
 
 class _SideStreams:
@@ -90,6 +90,9 @@ class StreamMover(abc.ABC):
             with contextlib.suppress(RuntimeError):  # of a device that has failed, and copies nothing any more
                 marks += [(device, self._record(stream)) for stream in (streams.out, streams.back)]
         return marks
+
+    def chunk_bytes(self, budget_bytes: int) -> int:
+        return pinned_chunk_bytes(budget_bytes)
 
     @abc.abstractmethod
     def make_buffer(self, size_bytes: int) -> StagingBuffer: ...

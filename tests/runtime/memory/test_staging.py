@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdtrain_fx.runtime.memory.staging import StagingPool
+from ssdtrain_fx.runtime.memory.staging import StagingPool, pinned_chunk_bytes
 
 
 def test_buffers_are_aligned_warm_first_and_bounded() -> None:
@@ -52,3 +52,10 @@ def test_a_forked_child_does_not_share_the_pages() -> None:
         if int(mapping.split("-")[0], 16) <= buffer.address < int(mapping.split()[0].split("-")[1], 16)
     ]
     assert "dc" in flags
+
+
+@pytest.mark.parametrize(
+    ("budget_mib", "chunk_mib"), [(1, 2), (255, 2), (256, 4), (511, 4), (512, 8), (1024, 8), (1 << 20, 8)]
+)
+def test_pinned_chunks_are_large_where_there_are_many(budget_mib: int, chunk_mib: int) -> None:
+    assert pinned_chunk_bytes(budget_mib << 20) == chunk_mib << 20

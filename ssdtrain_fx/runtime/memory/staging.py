@@ -35,8 +35,8 @@ CPU_BUDGET_BYTES = 16 << 20
 HUGE_PAGE_BYTES = 2 << 20
 PINNED_BUDGET_BYTES = 1 << 30
 PINNED_CHUNK_BYTES = 8 << 20
-"""The largest chunk of pinned staging. Python takes as long for a chunk of any size. With chunks of 2 MiB, what it takes
-limits the rate of several drives: see ``benchmarks/replayed_plans.py --times-slower 4 --chunk-mib 2``."""
+"""The largest chunk of pinned staging. Python takes as long for a chunk of any size. With 2 MiB, what it takes limits
+the rate of several drives: see ``benchmarks/replayed_plans.py --times-slower 4 --chunk-mib 2``."""
 PINNED_BUFFERS = 64
 """Chunks are smaller where there would be fewer buffers than this: a small tensor takes a whole buffer."""
 MIN_BUFFERS = 2

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import MIB, layered_problem, make_hardware, transfer_problems
+from runtime_fakes import FakeCuda
 
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.hardware import Channel, Hardware
@@ -19,6 +21,9 @@ from ssdtrain_fx.passes.planning.plan import Offload, Plan
 from ssdtrain_fx.passes.planning.simulate import ROUNDING, host_bytes, simulate
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Placement, Placements, TransferProblem
 from ssdtrain_fx.passes.planning.use_host_tier import use_host_tier
+from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.runtime.engine import Engine
+from ssdtrain_fx.runtime.lanes.open_lanes import Parts
 from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES
 from ssdtrain_fx.testing import analyse, assert_same_bits, calls, capture_toy, save_all, toy_hardware
 
@@ -250,6 +255,17 @@ def test_the_planner_knows_the_staging_on_the_path_of_the_engine(
     monkeypatch.setattr("ssdtrain_fx.config.may_use_kvikio", lambda io: uses_kvikio)
     gpu = toy_hardware(device="toy GPU", staging_bytes=measured_bytes)
     assert OffloadConfig(hardware=gpu, **options).load_hardware("cuda").staging_bytes == planned_bytes
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 64 * MIB])
+def test_the_planner_knows_how_large_the_chunks_of_staging_are(tmp_path: Path, budget_bytes: int | None) -> None:
+    config = EngineConfig(ssd_dir=str(tmp_path), io="posix", host_budget_bytes=budget_bytes)
+    with Engine(config, Parts(cuda=FakeCuda())) as engine:
+        lane = engine._lanes.of("cuda")
+        gpu = toy_hardware(device="toy GPU", staging_bytes=lane.staging_bytes)
+        tier = OffloadConfig().host_tier(gpu)
+        assert tier is not None
+        assert tier.chunk_bytes == lane.chunk_bytes
 
 
 def test_the_planner_knows_the_host_budget_of_a_gpu() -> None:

@@ -31,7 +31,6 @@ import datetime
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -41,7 +40,7 @@ from unittest import mock
 
 from result_tables import markdown, rich_table
 from rich.console import Console
-from simulated_clock import from_tests
+from simulated_clock import from_tests, run_on_device
 
 DRIVE = "pm1743"
 MICRO_BATCHES: Mapping[str, int] = {"gpt2-xl": 8, "llama-3-8b": 1}
@@ -81,9 +80,7 @@ def run_case(simulator: Any, case: Case, problem: Any, layers: int, chosen: argp
     replay = from_tests("replay")
     is_direct = case.io == "kvikio"
     if is_direct:
-        problem = dataclasses.replace(
-            problem, host=None, hardware=dataclasses.replace(problem.hardware, staging_bytes=0)
-        )
+        problem = dataclasses.replace(problem, hardware=dataclasses.replace(problem.hardware, staging_bytes=0))
     choice = choose_within_time(problem, max_slowdown=chosen.max_slowdown, floor_bytes=floor_bytes(problem))
     byte_share = CHUNK_BYTES / (chosen.chunk_mib << 20)
     scale = replay.Scale(byte_share, chosen.times_slower)
@@ -194,7 +191,8 @@ def work(chosen: argparse.Namespace) -> int:
             problems[case.model, case.gpu] = trace(
                 shape, micro_batch=MICRO_BATCHES[case.model], hardware=machine(gpu, drive)
             )
-        problem = dataclasses.replace(problems[case.model, case.gpu], hardware=machine(gpu, drive, case.drives))
+        hardware = dataclasses.replace(machine(gpu, drive, case.drives), staging_chunk_bytes=chosen.chunk_mib << 20)
+        problem = dataclasses.replace(problems[case.model, case.gpu], hardware=hardware)
         results.append(run_case(simulator, case, problem, shape.layers, chosen))
         console.print("  ".join(cells(results[-1])), style="dim", highlight=False)
         written = {"date": datetime.date.today().isoformat(), "times_slower": chosen.times_slower, "results": results}
@@ -221,10 +219,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if "SIMULATED_DEVICE" in os.environ:
         return work(chosen)
-    # The device has to be there before torch is imported.
-    variables = from_tests("device_process").environment(from_tests("build").build())
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
-    return subprocess.run(command, env=variables, check=False).returncode
+    return run_on_device(__file__, arguments)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,13 @@ def from_tests(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def run_on_device(program: str, arguments: Sequence[str]) -> int:
+    """Run ``program`` again, in a process with the device, which has to be there before torch is imported."""
+    variables = from_tests("device_process").environment(from_tests("build").build())
+    command = [sys.executable, str(Path(program).resolve()), *arguments]
+    return subprocess.run(command, env=variables, check=False).returncode
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A machine, and what is asked of it."""
@@ -370,10 +377,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if "SIMULATED_DEVICE" in os.environ:
         return work(chosen)
-    # The device has to be there before torch is imported.
-    variables = from_tests("device_process").environment(from_tests("build").build())
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
-    return subprocess.run(command, env=variables, check=False).returncode
+    return run_on_device(__file__, arguments)
 
 
 if __name__ == "__main__":

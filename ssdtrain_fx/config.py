@@ -36,7 +36,7 @@ from ssdtrain_fx.passes.planning.step_budget import StepBudget, budget_in_proces
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier
 from ssdtrain_fx.runtime.config import EngineConfig, IOPath
 from ssdtrain_fx.runtime.lanes.threads.kvikio_choice import may_use_kvikio
-from ssdtrain_fx.runtime.memory.staging import CPU_BUDGET_BYTES, pinned_chunk_bytes
+from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES, CPU_BUDGET_BYTES, pinned_chunk_bytes
 
 if TYPE_CHECKING:
     from ssdtrain_fx.machine.call_times import CallTimes
@@ -266,7 +266,9 @@ class OffloadConfig:
         if self.local_ranks is None and self.drive_ranks is None:
             warn_of_unknown_ranks()
         hardware = self._find_hardware(device).shared_by(self.drive_ranks or self._ranks)
-        return dataclasses.replace(hardware, staging_bytes=self._planned_staging_bytes(hardware))
+        staging_bytes = self._planned_staging_bytes(hardware)
+        chunk_bytes = pinned_chunk_bytes(staging_bytes) if hardware.has_host_tier else CHUNK_BYTES
+        return dataclasses.replace(hardware, staging_bytes=staging_bytes, staging_chunk_bytes=chunk_bytes)
 
     def _planned_staging_bytes(self, hardware: Hardware) -> int:
         """Staging on the path that the engine will take. If none was measured, that was through KvikIO."""
@@ -304,10 +306,7 @@ class OffloadConfig:
         if not hardware.has_host_tier or self.io == "kvikio":
             return None
         in_transit_bytes = math.ceil(hardware.staging_bytes * SHARE_IN_TRANSIT)
-        return HostTier(
-            budget_bytes=hardware.staging_bytes - in_transit_bytes,
-            chunk_bytes=pinned_chunk_bytes(hardware.staging_bytes),
-        )
+        return HostTier(budget_bytes=hardware.staging_bytes - in_transit_bytes)
 
     def find_budget(self, example_inputs: Sequence[Any] = ()) -> StepBudget | None:
         """What a step with these inputs may add to the memory of the process. None: ``memory_budget_bytes`` is None.

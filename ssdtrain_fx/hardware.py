@@ -67,6 +67,8 @@ class Hardware:
     """The same for ``reload_s``."""
     staging_bytes: int
     """Maximum number of bytes between tensor and SSD at one time."""
+    staging_chunk_bytes: int = 1
+    """Staging is handed out in chunks of this size. A profile does not hold it: it depends on what the engine gets."""
 
     @property
     def has_host_tier(self) -> bool:
@@ -75,6 +77,10 @@ class Hardware:
         On a CPU, staging is the same memory that storages should leave.
         """
         return self.device != "cpu" and not self.copies_block_compute
+
+    def staged_bytes(self, size_bytes: int) -> int:
+        """Bytes of staging that a storage of ``size_bytes`` takes: whole chunks."""
+        return -(-size_bytes // self.staging_chunk_bytes) * self.staging_chunk_bytes
 
     def offload_seconds(self, *, is_next: bool) -> float:
         """``offload_s``, or ``next_offload_s`` if that is measured."""
@@ -105,6 +111,8 @@ class Hardware:
         return dataclasses.replace(self, write=write, read=read)
 
     def __post_init__(self) -> None:
+        if self.staging_chunk_bytes < 1:
+            raise ValueError(f"staging_chunk_bytes is {self.staging_chunk_bytes}; expected a number above 0.")
         rates = [self.memory_bytes_per_s, *self.flops_per_s.values(), *self.elements_per_s.values()]
         rates += [channel.bytes_per_s for channel in (self.write, self.read, self.copy_out, self.copy_in)]
         if not all(0 < rate < math.inf for rate in rates):

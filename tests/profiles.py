@@ -21,4 +21,5 @@ HARDWARE = Hardware(
     next_offload_s=1e-5,
     next_reload_s=2e-5,
     staging_bytes=12 << 20,
+    staging_chunk_bytes=3 << 20,
 )

@@ -117,7 +117,7 @@ def passes_of_plan(planned: PlannedStep, options: Options) -> tuple[JointPass, .
             graph_name=name_graph(analysis.joint) if analysis.is_link else "",
             order_reloads=problem.hardware.has_host_tier,
         ),
-        functools.partial(verify_offloads, host=problem.host),
+        functools.partial(verify_offloads, host=problem.host, hardware=problem.hardware),
     )
 
 

@@ -11,6 +11,7 @@ import dataclasses
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.projection.catalog import Drive, Gpu
+from ssdtrain_fx.runtime.memory.staging import pinned_chunk_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,4 +89,5 @@ def machine(
         offload_s=OFFLOAD_S,
         reload_s=RELOAD_S,
         staging_bytes=STAGING_BYTES,
+        staging_chunk_bytes=pinned_chunk_bytes(STAGING_BYTES),
     )

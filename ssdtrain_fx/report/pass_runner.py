@@ -166,7 +166,8 @@ def _insert_offloads(joint: ScheduledJointGraph, config: OffloadConfig) -> PassR
 def _verify_offloads(joint: ScheduledJointGraph, config: OffloadConfig) -> PassResult:
     """Check every invariant of a graph with offloads."""
     on_host = any(node.target is OFFLOAD and site_of(node).host for node in joint.graph.nodes)
-    verify_offloads(joint, host=config.host_tier(_hardware(joint, config)) if on_host else None)
+    hardware = _hardware(joint, config) if on_host else None
+    verify_offloads(joint, host=None if hardware is None else config.host_tier(hardware), hardware=hardware)
     rows = tuple({"op": str(op), "nodes": sum(node.target is op for node in joint.graph.nodes)} for op in OPS)
     return PassResult(summary="every invariant holds", rows=rows)
 

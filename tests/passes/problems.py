@@ -9,6 +9,7 @@ disk       from one that hides almost no time to one that hides all of it
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from typing import Any
@@ -111,7 +112,9 @@ def transfer_problems(draw: st.DrawFn, *, max_movables: int = 6, max_positions: 
     num_movables = draw(st.integers(0, max_movables))
     num_positions = draw(st.integers(min(2 * num_movables + 3, max_positions), max_positions))
     rng = random.Random(draw(st.integers(0, 2**32 - 1)))
-    return random_problem(rng, num_movables=num_movables, num_positions=num_positions)
+    problem = random_problem(rng, num_movables=num_movables, num_positions=num_positions)
+    hardware = dataclasses.replace(problem.hardware, staging_chunk_bytes=rng.choice([1, 1, 2 * MIB]))
+    return dataclasses.replace(problem, hardware=hardware)
 
 
 def layered_problem(

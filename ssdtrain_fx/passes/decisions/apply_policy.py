@@ -131,7 +131,7 @@ def _check_host_tier(
             _refuse(policy, name, placement, "expected tier 'ssd' or 'host'")
         if problem.host is None:
             _refuse(policy, name, placement, "there is no host tier here; only a GPU has one")
-        left_bytes -= problem.host.held_bytes(movable.size_bytes)
+        left_bytes -= problem.hardware.staged_bytes(movable.size_bytes)
         if left_bytes < 0:
             _refuse(
                 policy,

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.planning.live_intervals import LiveInterval
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Tier
 
@@ -49,7 +50,7 @@ def assign_tiers(absences: Sequence[LiveInterval], *, host_budget_bytes: int) ->
     return tiers
 
 
-def fill_host_tier(host: HostTier | None, moved: Iterable[Movable]) -> frozenset[int]:
+def fill_host_tier(host: HostTier | None, moved: Iterable[Movable], hardware: Hardware) -> frozenset[int]:
     """Return the indices of the storages in ``moved`` that the host tier holds. The result is empty without a tier.
 
     A storage is held from its copy out until it is needed again.
@@ -61,7 +62,7 @@ def fill_host_tier(host: HostTier | None, moved: Iterable[Movable]) -> frozenset
             storage_idx=movable.idx,
             start=movable.offload,
             end=movable.wait,
-            size_bytes=host.held_bytes(movable.size_bytes),
+            size_bytes=hardware.staged_bytes(movable.size_bytes),
         )
         for movable in moved
     ]

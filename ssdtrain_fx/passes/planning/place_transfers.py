@@ -174,18 +174,18 @@ def _place_releases(
     releases: dict[int, int] = {}
     copied_s = written_s = 0.0
     queued = 0
-    writes: list[tuple[int, float]] = []
-    """For each write: the bytes queued up to and including it, and when it ends."""
+    writes: list[tuple[int, float, float]] = []
+    """For each write: the staging that it and all before it take, how much of its own it fills, and when it ends."""
     oldest = 0
     for movable in chosen:
         size_bytes, offload = movable.size_bytes, movable.offload
+        staged_bytes = hardware.staged_bytes(size_bytes)
         if movable.idx in on_host:
-            assert problem.host is not None
-            room_bytes -= problem.host.held_bytes(size_bytes)
+            room_bytes -= staged_bytes
         else:
-            queued += size_bytes
+            queued += staged_bytes
             written_s = max(written_s, clock.reached_s[offload]) + times[movable.idx].write_s / ssd_speedup
-            writes.append((queued, written_s))
+            writes.append((queued, size_bytes / staged_bytes, written_s))
         left_s = clock.start_s[offload]
         if not hardware.copies_block_compute:
             left_s = max(copied_s, left_s) + hardware.copy_out.transfer_s(size_bytes) / ssd_speedup
@@ -193,8 +193,9 @@ def _place_releases(
         if must_be_written > 0:
             while writes[oldest][0] < must_be_written:
                 oldest += 1
-            end, end_s = writes[oldest]
-            left_s = max(left_s, end_s - (end - must_be_written) / hardware.write.bytes_per_s / ssd_speedup)
+            end, filled, end_s = writes[oldest]
+            unwritten = (end - must_be_written) * filled
+            left_s = max(left_s, end_s - unwritten / hardware.write.bytes_per_s / ssd_speedup)
         copied_s = left_s
         if movable.earliest_release <= offload and left_s <= clock.start_s[offload]:
             releases[movable.idx] = offload
@@ -227,7 +228,7 @@ def _place_reloads(
 
 
 def _place_filled(problem: TransferProblem, chosen: Sequence[Movable], ssd_speedup: float) -> dict[int, Placement]:
-    return place(problem, chosen, ssd_speedup, on_host=fill_host_tier(problem.host, chosen))
+    return place(problem, chosen, ssd_speedup, on_host=fill_host_tier(problem.host, chosen, problem.hardware))
 
 
 def _choice(problem: TransferProblem, chosen: Sequence[Movable], ssd_speedup: float) -> Choice:
@@ -354,7 +355,7 @@ def _neighbours(problem: TransferProblem, choice: Choice) -> Iterable[dict[int, 
     )
     for added, dropped in itertools.product(others, _drops(drops)):
         moved = [*(movable for movable in chosen if movable not in dropped), added]
-        found = place(problem, moved, choice.ssd_speedup, on_host=fill_host_tier(problem.host, moved))
+        found = place(problem, moved, choice.ssd_speedup, on_host=fill_host_tier(problem.host, moved, problem.hardware))
         tighter = squeezed(added.idx, found[added.idx])
         starts = [found]
         if problem.host is None:  # where the others were put before, which earlier improvements may have changed

@@ -9,6 +9,7 @@ make progress:
 
 - A storage has *left* when its last byte is in staging. Its memory may then be reused. Writes free staging, so once
   staging is full, copies out are only as fast as the SSD.
+- A storage takes whole chunks of staging.
 - Writes are first in, first out. Writes that remain when backward begins share the SSD with the reads: each direction
   keeps ``share_when_both`` of its rate.
 - A storage that is reloaded while it is still in staging is copied from there and not read.
@@ -236,8 +237,8 @@ def host_bytes(problem: TransferProblem, placements: Placements) -> tuple[int, .
     change = [0] * (len(problem.node_s) + 1)
     for movable in problem.movables:
         placement = placements.get(movable.idx)
-        if problem.host is not None and placement is not None and placement.tier == "host":
-            held_bytes = problem.host.held_bytes(movable.size_bytes)
+        if placement is not None and placement.tier == "host":
+            held_bytes = problem.hardware.staged_bytes(movable.size_bytes)
             change[placement.offload_of(movable)] += held_bytes
             change[placement.wait_of(movable)] -= held_bytes
     return tuple(itertools.accumulate(change[:-1]))
@@ -278,7 +279,9 @@ class _Channels:
         self._times = problem.moving_times
         self._host = problem.host
         self._queued_bytes = [0]
-        """Bytes queued up to and including each write."""
+        """Staging that each write and all before it take."""
+        self._filled = [1.0]
+        """The share of its own staging that each write fills."""
         self._queued_s = [0.0]
         """Work queued up to and including each write."""
         self._turn_of: dict[int, int] = {}
@@ -310,10 +313,12 @@ class _Channels:
         ``end_s``.
         """
         size_bytes, write_s = movable.size_bytes, self._times[movable.idx].write_s
+        staged_bytes = self._hardware.staged_bytes(size_bytes)
         self._write_until(begin_s)
         self.write_busy_s += write_s
         self._turn_of[movable.idx] = len(self._queued_bytes)
-        self._queued_bytes.append(self._queued_bytes[-1] + size_bytes)
+        self._queued_bytes.append(self._queued_bytes[-1] + staged_bytes)
+        self._filled.append(size_bytes / staged_bytes)
         self._queued_s.append(self._queued_s[-1] + write_s)
         return self._copy_out(size_bytes, end_s)
 
@@ -321,7 +326,7 @@ class _Channels:
         """Add a storage to the host tier. Arguments and result are those of :meth:`write`."""
         host, size_bytes = self._host, movable.size_bytes
         self._write_until(begin_s)
-        self.host_bytes += 0 if host is None else host.held_bytes(size_bytes)
+        self.host_bytes += self._hardware.staged_bytes(size_bytes)
         if host is None or self.host_bytes > host.budget_bytes:
             found = f"no host tier for storage {movable.idx}" if host is None else f"{self.host_bytes} bytes in {host}"
             raise ValueError(f"the placements do not fit this problem: {found}.")
@@ -336,13 +341,13 @@ class _Channels:
         copied_s = at_s
         if not hardware.copies_block_compute:
             copied_s = max(self._copied_s, at_s) + hardware.copy_out.transfer_s(size_bytes)
-        # The bytes that are queued but not yet written must fit into staging beside the host tier.
+        # What is queued but not yet written must fit into staging beside the host tier.
         room_bytes = max(0, hardware.staging_bytes - self.host_bytes)
-        missing_s = self._work_s(self._queued_bytes[-1] - room_bytes) - self._written_s
+        missing_s = self._work_until_free(self._queued_bytes[-1] - room_bytes) - self._written_s
         if missing_s > 0:
             copied_s = max(copied_s, self._written_until_s + missing_s)
         self._copied_s = copied_s
-        staged_bytes = min(self._queued_bytes[-1] - self._bytes_written(), room_bytes)
+        staged_bytes = min(self._queued_bytes[-1] - self._freed_bytes(), room_bytes)
         self.staging_peak_bytes = max(self.staging_peak_bytes, self.host_bytes + staged_bytes)
         return copied_s
 
@@ -401,11 +406,12 @@ class _Channels:
             self._progress += [(self._written_until_s + busy_s, self._written_s), (now_s, self._written_s)]
             self._written_until_s = now_s
 
-    def _work_s(self, byte_count: int) -> float:
-        """Work until ``byte_count`` of the queued bytes are written."""
+    def _work_until_free(self, byte_count: int) -> float:
+        """Work until ``byte_count`` bytes of the staging of the queue are free."""
         turn = bisect.bisect_left(self._queued_bytes, byte_count)
-        return self._queued_s[turn] - (self._queued_bytes[turn] - byte_count) / self._hardware.write.bytes_per_s
+        unwritten_bytes = (self._queued_bytes[turn] - byte_count) * self._filled[turn]
+        return self._queued_s[turn] - unwritten_bytes / self._hardware.write.bytes_per_s
 
-    def _bytes_written(self) -> int:
+    def _freed_bytes(self) -> int:
         turn = bisect.bisect_right(self._queued_s, self._written_s)
         return self._queued_bytes[turn - 1]

@@ -104,12 +104,6 @@ class HostTier:
 
     budget_bytes: int
     """The most it may hold at any position. Transfers to and from the SSD need additional staging."""
-    chunk_bytes: int = 1
-    """Staging is allocated in chunks of this size."""
-
-    def held_bytes(self, size_bytes: int) -> int:
-        """Bytes of the budget that a storage of ``size_bytes`` takes: whole chunks."""
-        return -(-size_bytes // self.chunk_bytes) * self.chunk_bytes
 
 
 HOST_IDLE_SHARE = 0.7

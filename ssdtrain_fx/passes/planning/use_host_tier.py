@@ -68,7 +68,7 @@ def _arrange(problem: TransferProblem, choice: Choice) -> Iterable[tuple[dict[in
     assert problem.host is not None
     moved = [movable for movable in problem.movables if movable.idx in choice.placements]
     tiers = [dataclasses.replace(problem.host, budget_bytes=int(share * problem.host.budget_bytes)) for share in SHARES]
-    for on_host in dict.fromkeys(fill_host_tier(tier, moved) for tier in tiers):
+    for on_host in dict.fromkeys(fill_host_tier(tier, moved, problem.hardware) for tier in tiers):
         if not on_host:
             continue
         same = {

@@ -5,7 +5,7 @@
   the engine: its release is not ``deferred``, and it is not marked as ``exclusive``.
 - The token of an offload goes to exactly one release, in forward, together with the same tensor.
 - The storage is not read after the release, and not at all in backward.
-- At no position does the host tier hold more than its budget, by the sizes of the storages.
+- At no position does the host tier hold more than its budget, by the chunks that the storages take.
 - If one offload gives the order of its reload, all do, and the order is correct.
 - A reload is in backward and takes a released token. Exactly one wait takes its ticket, and both ask for the shape,
   strides, dtype and device that were offloaded.
@@ -24,17 +24,21 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.graph.alias_sets import AliasSets, Storage, find_alias_sets, find_written_storages, storages_of
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find, site_of
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier
 
 
-def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None) -> ScheduledJointGraph:
+def verify_offloads(
+    joint: ScheduledJointGraph, *, host: HostTier | None = None, hardware: Hardware | None = None
+) -> ScheduledJointGraph:
     """Check ``joint`` and return it unchanged.
 
     Args:
         host: the host tier. None if there is none.
+        hardware: says how much of the tier a storage takes. None: as much as its size.
 
     Raises:
         InternalError: the rewritten graph breaks an invariant (see the head of this file).
@@ -78,7 +82,7 @@ def verify_offloads(joint: ScheduledJointGraph, *, host: HostTier | None = None)
             _fail(release, "a release must take the token that an offload returned")
     for reload in find(graph, RELOAD):
         _verify_reload(reload, positions, marker)
-    _verify_host_tier(joint, alias_sets, host)
+    _verify_host_tier(joint, alias_sets, host, hardware)
     _verify_reload_orders(graph)
     return joint
 
@@ -102,14 +106,17 @@ def _verify_reload(reload: fx.Node, positions: dict[fx.Node, int], marker: int) 
         _fail(reload, f"asks for {asked}, but {_describe(was)} was offloaded")
 
 
-def _verify_host_tier(joint: ScheduledJointGraph, alias_sets: AliasSets, host: HostTier | None) -> None:
+def _verify_host_tier(
+    joint: ScheduledJointGraph, alias_sets: AliasSets, host: HostTier | None, hardware: Hardware | None
+) -> None:
     """Replay the graph: an offload takes room in the tier, and its wait returns it."""
     held: dict[fx.Node, int] = {}
     for node in joint.graph.nodes:
         if node.target is OFFLOAD and site_of(node).host:
             if host is None:
                 _fail(node, "offloads to the host tier, but there is none")
-            held[node] = host.held_bytes(_storage_of(node.args[0], alias_sets, node).hint_bytes)
+            size_bytes = _storage_of(node.args[0], alias_sets, node).hint_bytes
+            held[node] = size_bytes if hardware is None else hardware.staged_bytes(size_bytes)
             if sum(held.values()) > host.budget_bytes:
                 _fail(node, f"the host tier would hold {sum(held.values())} bytes; its budget is {host.budget_bytes}")
         elif node.target is WAIT:

@@ -97,6 +97,19 @@ def test_a_release_needs_the_bytes_in_staging_not_on_disk() -> None:
     assert result.staging_peak_bytes == 20
 
 
+def test_a_storage_takes_whole_chunks_of_staging() -> None:
+    """Both have 20 bytes. Where a chunk has 40, there is room for B once A is written, at 3."""
+    placements = {0: Placement(1, 7), 1: Placement(2, 6)}
+    assert simulate(problem(A, B, staging_bytes=40, staging_chunk_bytes=20), placements).release_stall_s == {}
+    result = simulate(problem(A, B, staging_bytes=40, staging_chunk_bytes=40), placements)
+    assert result.release_stall_s == {1: 1}
+    assert result.staging_peak_bytes == 40
+    # With 15 bytes more, 7.5 bytes of A may be unwritten, which is at 2.25.
+    more = problem(A, B, staging_bytes=55, staging_chunk_bytes=40)
+    assert simulate(more, placements).release_stall_s == {1: 0.25}
+    assert place(more, more.movables, 1.0)[1].release == 3
+
+
 def test_copies_on_the_compute_thread_take_its_time() -> None:
     """A copy of 20 bytes takes 2 seconds out and 1 in. Each op takes half a second. The write runs at the same time."""
     result = simulate(
@@ -158,14 +171,14 @@ def test_what_is_still_in_staging_is_not_read() -> None:
 # The host tier: staging of 100 bytes, copies of 10 bytes per second out and 20 in.
 
 
-def with_host(*movables: Movable, budget_bytes: int = 40, chunk_bytes: int = 1, **hardware: Any) -> TransferProblem:
+def with_host(*movables: Movable, budget_bytes: int = 40, **hardware: Any) -> TransferProblem:
     staged: dict[str, Any] = {
         "device": "toy GPU",
         "staging_bytes": 100,
         "copy_out": Channel(bytes_per_s=10),
         "copy_in": Channel(bytes_per_s=20),
     }
-    host = HostTier(budget_bytes=budget_bytes, chunk_bytes=chunk_bytes)
+    host = HostTier(budget_bytes=budget_bytes)
     return dataclasses.replace(problem(*movables, **{**staged, **hardware}), host=host)
 
 
@@ -223,14 +236,14 @@ def test_what_stays_on_the_host_leaves_the_disk_to_others() -> None:
 
 
 def test_the_host_tier_gives_out_whole_pieces() -> None:
-    chunked = with_host(A, budget_bytes=32, chunk_bytes=16)
+    chunked = with_host(A, budget_bytes=32, staging_chunk_bytes=16)
     assert simulate(chunked, {0: on_host(3, 8)}).host_peak_bytes == 32
-    tier = HostTier(budget_bytes=32, chunk_bytes=16)
-    assert [tier.held_bytes(size_bytes) for size_bytes in (0, 1, 16, 17)] == [0, 16, 16, 32]
+    hardware = chunked.hardware
+    assert [hardware.staged_bytes(size_bytes) for size_bytes in (0, 1, 16, 17)] == [0, 16, 16, 32]
 
 
 def test_the_host_tier_holds_no_more_than_its_budget() -> None:
-    with pytest.raises(ValueError, match=r"fit this problem: 40 bytes in HostTier\(budget_bytes=39, chunk_bytes=1\)\."):
+    with pytest.raises(ValueError, match=r"fit this problem: 40 bytes in HostTier\(budget_bytes=39\)\."):
         simulate(with_host(A, B, budget_bytes=39), {0: on_host(5, 7), 1: on_host(5, 7)})
     with pytest.raises(ValueError, match="do not fit this problem: no host tier for storage 0"):
         simulate(problem(A), {0: on_host(5, 7)})
@@ -239,7 +252,7 @@ def test_the_host_tier_holds_no_more_than_its_budget() -> None:
 @given(problem=transfer_problems(), draw=st.data())
 def test_tiers_change_channels_and_nothing_else(problem: TransferProblem, draw: st.DataObject) -> None:
     """Tiers do not change the live bytes, only storages of the SSD tier use the SSD, and staging is not exceeded."""
-    total_bytes = sum(movable.size_bytes for movable in problem.movables)
+    total_bytes = sum(problem.hardware.staged_bytes(movable.size_bytes) for movable in problem.movables)
     hardware = dataclasses.replace(problem.hardware, device="toy GPU", copies_block_compute=False)
     hardware = dataclasses.replace(hardware, staging_bytes=total_bytes + hardware.staging_bytes)
     problem = dataclasses.replace(problem, hardware=hardware, host=HostTier(budget_bytes=total_bytes))

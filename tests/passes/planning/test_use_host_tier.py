@@ -44,8 +44,9 @@ def gpu_problems(draw: st.DrawFn) -> TransferProblem:
     """Budgets from zero to all bytes, staging that is at least as large, and chunks of any size."""
     problem = draw(transfer_problems())
     budget_bytes = round(draw(st.floats(0, 1.2)) * moved_bytes(problem))
-    chunk_bytes = draw(st.sampled_from([1, 4096, 2 * MIB]))
-    host = HostTier(budget_bytes=budget_bytes, chunk_bytes=chunk_bytes)
+    hardware = dataclasses.replace(problem.hardware, staging_chunk_bytes=draw(st.sampled_from([1, 4096, 2 * MIB])))
+    problem = dataclasses.replace(problem, hardware=hardware)
+    host = HostTier(budget_bytes=budget_bytes)
     return on_gpu(problem, staging_bytes=round(budget_bytes * draw(st.sampled_from([1, 8 / 7, 2]))), host=host)
 
 
@@ -158,8 +159,9 @@ def test_a_layered_network_writes_less_and_fits_more(hidden: float) -> None:
     """48 layers, and host memory for half of the saved bytes."""
     layers = layered_problem(48, hidden=hidden)
     budget_bytes = moved_bytes(layers) // 2
-    host = HostTier(budget_bytes=budget_bytes, chunk_bytes=2 * MIB)
-    problem = on_gpu(layers, staging_bytes=budget_bytes * 8 // 7, host=host)
+    problem = on_gpu(layers, staging_bytes=budget_bytes * 8 // 7, host=HostTier(budget_bytes=budget_bytes))
+    hardware = dataclasses.replace(problem.hardware, staging_chunk_bytes=2 * MIB)
+    problem = dataclasses.replace(problem, hardware=hardware)
     plain = choose_lowest_peak(without_host(problem), max_slowdown=0.01)
     tiered = use_host_tier(problem, plain, may_move_others=True)
     assert_not_worse(problem, tiered, plain)
@@ -223,13 +225,13 @@ def test_offloads_for_a_cpu_have_no_host_tier_and_no_order() -> None:
 def test_a_cpu_has_no_host_tier(hardware: Hardware) -> None:
     config = OffloadConfig(hardware=hardware, host_budget_bytes=1 << 30)
     assert config.host_tier(hardware) is None
-    assert config.load_hardware("cpu") == hardware
+    assert config.load_hardware("cpu") == dataclasses.replace(hardware, staging_chunk_bytes=CHUNK_BYTES)
 
 
 def test_a_gpu_has_what_is_left_of_its_staging() -> None:
     """Of 64 MiB, 8 MiB are left for transfers in flight."""
     gpu = toy_hardware(device="toy GPU", staging_bytes=64 * MIB)
-    assert OffloadConfig().host_tier(gpu) == HostTier(budget_bytes=56 * MIB, chunk_bytes=CHUNK_BYTES)
+    assert OffloadConfig().host_tier(gpu) == HostTier(budget_bytes=56 * MIB)
     assert OffloadConfig(io="kvikio").host_tier(gpu) is None, "transfers bypass staging, so nothing can stay in it"
 
 
@@ -263,13 +265,11 @@ def test_the_planner_knows_how_large_the_chunks_of_staging_are(tmp_path: Path, b
     with Engine(config, Parts(cuda=FakeCuda())) as engine:
         lane = engine._lanes.of("cuda")
         gpu = toy_hardware(device="toy GPU", staging_bytes=lane.staging_bytes)
-        tier = OffloadConfig().host_tier(gpu)
-        assert tier is not None
-        assert tier.chunk_bytes == lane.chunk_bytes
+        assert OffloadConfig(hardware=gpu).load_hardware("cuda").staging_chunk_bytes == lane.chunk_bytes
 
 
 def test_the_planner_knows_the_host_budget_of_a_gpu() -> None:
     config = OffloadConfig(hardware=toy_hardware(device="toy GPU"), host_budget_bytes=16 * MIB)
     found = config.load_hardware("cuda")
-    assert found == toy_hardware(device="toy GPU", staging_bytes=16 * MIB)
-    assert config.host_tier(found) == HostTier(budget_bytes=14 * MIB, chunk_bytes=CHUNK_BYTES)
+    assert found == toy_hardware(device="toy GPU", staging_bytes=16 * MIB, staging_chunk_bytes=CHUNK_BYTES)
+    assert config.host_tier(found) == HostTier(budget_bytes=14 * MIB)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from ssdtrain_fx.errors import InternalError
+from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.graph.op_targets import OFFLOAD, RELEASE, RELOAD, WAIT, find, site_of
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier
 from ssdtrain_fx.passes.rewrites.verify_offloads import verify_offloads
-from ssdtrain_fx.testing import TOYS, analyse, calls, capture_step, capture_toy, named
+from ssdtrain_fx.testing import TOYS, analyse, calls, capture_step, capture_toy, named, toy_hardware
 
 aten = torch.ops.aten
 
@@ -350,9 +351,11 @@ def good_with_host() -> ScheduledJointGraph:
     return joint
 
 
-def assert_refused(joint: ScheduledJointGraph, offload: fx.Node, message: str, host: HostTier | None) -> None:
+def assert_refused(
+    joint: ScheduledJointGraph, offload: fx.Node, message: str, host: HostTier | None, hardware: Hardware | None = None
+) -> None:
     with pytest.raises(InternalError, match=rf"^{offload.name}: {re.escape(message)}\."):
-        verify_offloads(joint, host=host)
+        verify_offloads(joint, host=host, hardware=hardware)
 
 
 def test_the_host_tier_is_kept_by_the_bytes_of_the_graph() -> None:
@@ -360,8 +363,10 @@ def test_the_host_tier_is_kept_by_the_bytes_of_the_graph() -> None:
     last = find(joint.graph, OFFLOAD)[-1]
     verify_offloads(joint, host=HostTier(budget_bytes=512))
     assert_refused(joint, last, "the host tier would hold 512 bytes; its budget is 511", HostTier(budget_bytes=511))
-    chunked = HostTier(budget_bytes=599, chunk_bytes=300)
-    assert_refused(joint, last, "the host tier would hold 600 bytes; its budget is 599", chunked)
+    chunked = toy_hardware(staging_chunk_bytes=300)
+    verify_offloads(joint, host=HostTier(budget_bytes=600), hardware=chunked)
+    message = "the host tier would hold 600 bytes; its budget is 599"
+    assert_refused(joint, last, message, HostTier(budget_bytes=599), chunked)
 
 
 def test_a_device_without_a_host_tier() -> None:

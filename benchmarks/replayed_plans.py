@@ -6,9 +6,9 @@
 
 A micro-batch of the model is traced by shapes and planned for a GPU and its drives, as ``ssdtrain-fx project`` does.
 The plan is then carried out on the simulated device (tests/simulated/replay.py): kernels, copies and the disk take the
-planned time, and everything between is the package itself. A chunk has 4 KiB, and everything is ``--times-slower``, so
-that what Python takes is small. On a real machine it counts: ``--times-slower 4`` shows it, and what larger or smaller
-chunks (``--chunk-mib``) make of it.
+planned time, and everything between is the package itself. A chunk has 4 KiB, and time is stretched, so that a step
+takes ``--step-s`` seconds and what Python takes of it is small. On a real machine it counts: ``--times-slower 4`` shows
+it, and what larger or smaller chunks (``--chunk-mib``) make of it.
 
 Columns:
 
@@ -83,7 +83,7 @@ def run_case(simulator: Any, case: Case, problem: Any, layers: int, chosen: argp
         problem = dataclasses.replace(problem, hardware=dataclasses.replace(problem.hardware, staging_bytes=0))
     choice = choose_within_time(problem, max_slowdown=chosen.max_slowdown, floor_bytes=floor_bytes(problem))
     byte_share = CHUNK_BYTES / (chosen.chunk_mib << 20)
-    scale = replay.Scale(byte_share, chosen.times_slower)
+    scale = replay.Scale(byte_share, chosen.times_slower or chosen.step_s / problem.step_s)
     simulator.configure()
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -106,6 +106,7 @@ def run_case(simulator: Any, case: Case, problem: Any, layers: int, chosen: argp
         "case": case.name,
         **dataclasses.asdict(case),
         "max_slowdown": chosen.max_slowdown,
+        "times_slower": scale.times_slower,
         "step_s": problem.step_s,
         "storages": len(choice.placements),
         "offloaded_bytes": sum(one.size_bytes for one in problem.movables if one.idx in choice.placements),
@@ -195,7 +196,7 @@ def work(chosen: argparse.Namespace) -> int:
         problem = dataclasses.replace(problems[case.model, case.gpu], hardware=hardware)
         results.append(run_case(simulator, case, problem, shape.layers, chosen))
         console.print("  ".join(cells(results[-1])), style="dim", highlight=False)
-        written = {"date": datetime.date.today().isoformat(), "times_slower": chosen.times_slower, "results": results}
+        written = {"date": datetime.date.today().isoformat(), "results": results}
         chosen.json.parent.mkdir(exist_ok=True)
         chosen.json.write_text(json.dumps(written, indent=2) + "\n")
     console.print(rich_table(table(results), title="Replayed plans"))
@@ -206,7 +207,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", choices=[case.name for case in CASES])
     parser.add_argument("--max-slowdown", type=float, default=0.02)
-    parser.add_argument("--times-slower", type=float, default=20.0)
+    parser.add_argument("--step-s", type=float, default=10.0, help="seconds of a replayed step (default: %(default)s)")
+    parser.add_argument("--times-slower", type=float, help="how much longer it takes than planned; replaces --step-s")
     parser.add_argument(
         "--chunk-mib", type=int, default=8, help="MiB of a chunk of staging (default: %(default)s, as in training)"
     )

@@ -6,7 +6,7 @@
 
 A micro-batch of the model is traced by shapes and planned for a GPU and its drives, as ``ssdtrain-fx project`` does.
 The plan is then carried out on the simulated device (tests/simulated/replay.py): kernels, copies and the disk take the
-planned time, and everything between is the package itself. A chunk has 4 KiB, and time is stretched, so that a step
+planned time, and everything between is the package itself. A chunk has 32 KiB, and time is stretched, so that a step
 takes ``--step-s`` seconds and what Python takes of it is small. On a real machine it counts: ``--times-slower 4`` shows
 it, and what larger or smaller chunks (``--chunk-mib``) make of it.
 
@@ -44,7 +44,8 @@ from simulated_clock import from_tests, run_on_device
 
 DRIVE = "pm1743"
 MICRO_BATCHES: Mapping[str, int] = {"gpt2-xl": 8, "llama-3-8b": 1}
-CHUNK_BYTES = 4096
+CHUNK_BYTES = 32 << 10
+"""Of the replay. A chunk of 8 MiB then has the proportions of these: files have blocks of 4 KiB, which stand for 1 MiB."""
 WARM_UP_STEPS = 1
 GIB = 1 << 30
 
@@ -80,7 +81,9 @@ def run_case(simulator: Any, case: Case, problem: Any, layers: int, chosen: argp
     replay = from_tests("replay")
     is_direct = case.io == "kvikio"
     if is_direct:
-        problem = dataclasses.replace(problem, hardware=dataclasses.replace(problem.hardware, staging_bytes=0))
+        problem = dataclasses.replace(
+            problem, host=None, hardware=dataclasses.replace(problem.hardware, staging_bytes=0)
+        )
     choice = choose_within_time(problem, max_slowdown=chosen.max_slowdown, floor_bytes=floor_bytes(problem))
     byte_share = CHUNK_BYTES / (chosen.chunk_mib << 20)
     scale = replay.Scale(byte_share, chosen.times_slower or chosen.step_s / problem.step_s)

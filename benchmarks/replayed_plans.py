@@ -45,7 +45,7 @@ from simulated_clock import from_tests, run_on_device
 DRIVE = "pm1743"
 MICRO_BATCHES: Mapping[str, int] = {"gpt2-xl": 8, "llama-3-8b": 1}
 CHUNK_BYTES = 32 << 10
-"""Of the replay. A chunk of 8 MiB then has the proportions of these: files have blocks of 4 KiB, which stand for 1 MiB."""
+"""Of the replay. A file has blocks of 4 KiB, which then stand for 1 MiB of a chunk of 8 MiB."""
 WARM_UP_STEPS = 1
 GIB = 1 << 30
 

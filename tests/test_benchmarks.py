@@ -514,6 +514,16 @@ def test_memory_limit_names_what_is_missing_or_unknown(capsys: pytest.CaptureFix
         assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("name", ["simulated_clock", "replayed_plans"])
+def test_the_page_on_gpus_has_the_tables_of_the_stored_results(
+    load: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    program, path = load(name), BENCHMARKS / "stored" / f"{name}.json"
+    assert [row["case"] for row in json.loads(path.read_text())["results"]] == [case.name for case in program.CASES]
+    assert program.main(["--markdown", str(path)]) == 0
+    assert capsys.readouterr().out in (BENCHMARKS.parent / "docs" / "howto" / "gpu.md").read_text()
+
+
 def test_the_page_on_projections_has_the_tables_of_the_stored_results(load: Callable[[str], ModuleType]) -> None:
     projection = load("projection")
     results = json.loads((BENCHMARKS / "stored" / "projection.json").read_text())

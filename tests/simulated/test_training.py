@@ -363,8 +363,8 @@ def test_a_budget_in_a_chain_of_graphs(sim: Simulator, ssd_dir: str) -> None:
 
 
 def test_tensors_that_stay_to_save_time(sim: Simulator, ssd_dir: str) -> None:
-    """The disk is slower than planned. What would come back too late stays on the device."""
-    sim.configure(seed=24, default_us=100, side_us=300, percent=30)
+    """Copies are slower than planned. What would leave or come back too late stays on the device."""
+    sim.configure(seed=24, default_us=100, side_us=20_000)
 
     def loop(model: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
         for _ in range(4):

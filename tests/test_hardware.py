@@ -54,6 +54,7 @@ def test_a_machine_that_computes_slower_takes_longer_for_every_node_and_no_trans
         ({"read": Channel(bytes_per_s=-1.0)}, "every rate .* must be finite and above 0"),
         ({"write": Channel(bytes_per_s=1.0, latency_s=-1e-6)}, "every time .* must be finite and at least 0"),
         ({"kernel_s": math.nan}, "every time .* must be finite and at least 0"),
+        ({"staging_chunk_bytes": 0}, "staging_chunk_bytes is 0; expected a number above 0"),
         ({"share_when_both": 0.0}, r"share_when_both is 0.0; expected a number in \(0, 1\]"),
         ({"share_when_both": 1.1}, r"share_when_both is 1.1; expected a number in \(0, 1\]"),
     ],

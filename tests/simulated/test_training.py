@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import os
 import threading
+import time
 import unittest.mock
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from ssdtrain_fx.errors import SSDTrainError
 from ssdtrain_fx.hardware import Channel, Hardware
 from ssdtrain_fx.runtime.book import admission
 from ssdtrain_fx.runtime.memory.stream_mover import StreamMover
+from ssdtrain_fx.runtime.storage.spill_file import SpillFile
 from ssdtrain_fx.studies import zoo
 from ssdtrain_fx.testing import assert_same_bits, gradients_of, toy_hardware
 
@@ -363,15 +365,28 @@ def test_a_budget_in_a_chain_of_graphs(sim: Simulator, ssd_dir: str) -> None:
 
 
 def test_tensors_that_stay_to_save_time(sim: Simulator, ssd_dir: str) -> None:
-    """Copies are slower than planned. What would leave or come back too late stays on the device."""
-    sim.configure(seed=24, default_us=100, side_us=20_000)
+    """The disk is slower than planned. What would leave or come back too late stays on the device."""
+    sim.configure(seed=24, default_us=100, side_us=300, percent=30)
+    write, read = SpillFile.write, SpillFile.read
+
+    def write_late(file: SpillFile, data: memoryview, offset_bytes: int) -> None:
+        time.sleep(0.01)
+        write(file, data, offset_bytes)
+
+    def read_late(file: SpillFile, data: memoryview, offset_bytes: int) -> None:
+        time.sleep(0.01)
+        read(file, data, offset_bytes)
 
     def loop(model: Callable[..., Tensor], batches: Sequence[tuple[Tensor, ...]]) -> None:
         for _ in range(4):
             ordinary(model, batches)
 
     options: dict[str, Any] = {"policy": "auto", "max_slowdown": 1e-6, "recompute": False, "hardware": FAST_DISK}
-    with unittest.mock.patch.object(admission, "BALANCE_LIMIT_S", 1e-6):  # nothing has been saved up for stalls
+    with (
+        unittest.mock.patch.multiple(SpillFile, write=write_late, read=read_late),
+        unittest.mock.patch.object(StreamMover, "default_budget_bytes", 4 << 20),  # of chunks of 2 MiB
+        unittest.mock.patch.object(admission, "BALANCE_LIMIT_S", 1e-6),  # nothing has been saved up for stalls
+    ):
         moved = compare(ssd_dir, "mlp", loop, **options)
     assert moved.kept_for_time_bytes > 0
 

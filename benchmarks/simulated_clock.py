@@ -375,6 +375,8 @@ def main(arguments: list[str]) -> int:
     if chosen.markdown is not None:
         print(markdown(page_table(json.loads(chosen.markdown.read_text())["results"])))
         return 0
+    if chosen.repeats < 1:
+        parser.error(f"--repeats is {chosen.repeats}; expected at least 1")
     if "SIMULATED_DEVICE" in os.environ:
         return work(chosen)
     return run_on_device(__file__, arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 
 # Several processes share the cores: threads that wait for work sleep instead of spinning, and Inductor compiles in the
@@ -56,8 +57,18 @@ def _fast_linker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  #
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real-device", action="store_true", help="Run the tests of the simulated device on a GPU.")
     parser.addoption(
-        "--repetitions", type=int, default=1, help="Run each test of the simulated device so often, with other delays."
+        "--repetitions",
+        type=_at_least_one,
+        default=1,
+        help="Run each test of the simulated device so often, with other delays.",
     )
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is too few; expected at least 1")
+    return number
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from ssdtrain_fx.local_ranks import COUNT_VARIABLES, count_local_ranks
 from ssdtrain_fx.machine import probe
 from ssdtrain_fx.machine.profile_store import measuring_alone
 from ssdtrain_fx.memory_limit import read_memory_limit
+from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES
 from ssdtrain_fx.testing import toy_hardware
 
 MIB = 1 << 20
@@ -72,7 +73,7 @@ def test_ranks_without_a_launcher_are_warned_once(
 
 
 def alone() -> Hardware:
-    return toy_hardware(8.0)
+    return toy_hardware(8.0, staging_chunk_bytes=CHUNK_BYTES)
 
 
 @pytest.mark.parametrize("option", ["local_ranks", "drive_ranks"])
@@ -92,10 +93,9 @@ def test_who_sets_the_option_is_not_warned(
 
 def test_the_option_counts_more_than_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    alone = toy_hardware(8.0)
-    assert OffloadConfig(hardware=alone).load_hardware("cpu") == alone.shared_by(4)
-    assert OffloadConfig(hardware=alone, local_ranks=1).load_hardware("cpu") == alone
-    assert OffloadConfig(hardware=alone, drive_ranks=2).load_hardware("cpu") == alone.shared_by(2)
+    assert OffloadConfig(hardware=alone()).load_hardware("cpu") == alone().shared_by(4)
+    assert OffloadConfig(hardware=alone(), local_ranks=1).load_hardware("cpu") == alone()
+    assert OffloadConfig(hardware=alone(), drive_ranks=2).load_hardware("cpu") == alone().shared_by(2)
 
 
 def test_ranks_share_the_rates_of_the_drives_and_nothing_else() -> None:

@@ -23,6 +23,7 @@ from ssdtrain_fx.compiler.replan import (
     has_static_shapes,
 )
 from ssdtrain_fx.memory_limit import MemoryLimit
+from ssdtrain_fx.runtime.memory.staging import CHUNK_BYTES
 from ssdtrain_fx.testing import assert_same_bits, gradients_of
 
 PLANNED = FAST_DISK.write.bytes_per_s
@@ -205,5 +206,5 @@ def test_plans_share_the_drives_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(DRIFT_STEPS + 1):
         compiled(torch.randn(8, 32)).backward()
     first, second = plans
-    assert first == FAST_DISK.shared_by(4)
+    assert first == dataclasses.replace(FAST_DISK.shared_by(4), staging_chunk_bytes=CHUNK_BYTES)
     assert second.write.bytes_per_s == SLOW.write_bytes_per_s

@@ -180,9 +180,12 @@ class FakeAio:
         answers, self._answers = self._answers, []
         return answers
 
-    def close(self) -> None:
+    def finish_all(self) -> None:
         with self._over:
-            self._over.wait_for(lambda: not self.in_flight)
+            assert self._over.wait_for(lambda: not self.in_flight, 60)
+
+    def close(self) -> None:
+        self.finish_all()
         self.closed = True
 
 

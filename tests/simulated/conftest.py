@@ -54,6 +54,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marks = [pytest.mark.slow] if any(definition.iter_markers("quick_on_cuda")) else []
         other = [] if once else [pytest.param("simulated", marks=marks)]
         metafunc.parametrize("sim", ["cuda", *other], indirect=True)
+        repetitions = metafunc.config.getoption("--repetitions")
+        if repetitions > 1:  # each has a time limit of its own
+            metafunc.fixturenames.append("repetition")
+            metafunc.parametrize("repetition", range(repetitions))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -72,10 +76,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in names if name != "sim"}
     device_type = pyfuncitem.funcargs["sim"]
     run = _processes[device_type].run if device_type in _processes else run_on_gpu
-    for repetition in range(pyfuncitem.config.getoption("--repetitions")):
-        failure = run(Path(pyfuncitem.fspath).stem, pyfuncitem.originalname, arguments, repetition=repetition)
-        if failure is not None and failure.startswith(SKIPPED):
-            pytest.skip(failure.removeprefix(SKIPPED))
-        if failure is not None:
-            pytest.fail(f"repetition {repetition}:\n{failure}", pytrace=False)
+    repetition = pyfuncitem.callspec.params.get("repetition", 0)
+    failure = run(Path(pyfuncitem.fspath).stem, pyfuncitem.originalname, arguments, repetition=repetition)
+    if failure is not None and failure.startswith(SKIPPED):
+        pytest.skip(failure.removeprefix(SKIPPED))
+    if failure is not None:
+        pytest.fail(failure, pytrace=False)
     return True

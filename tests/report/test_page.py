@@ -212,14 +212,23 @@ def test_the_diff_opens(browser: Any, report: Report, tmp_path: Path) -> None:
     opened.close()
 
 
+LONG_TEXTS = """() => {
+  const write = (cells, text) => document.querySelectorAll(cells).forEach(cell => cell.textContent = text);
+  write("#rows .cut", "model.transformer.h.0..11.attn.c_attn".repeat(2));
+  write("#rows td:last-child", "below min_tensor_bytes=1048576");
+}"""
+
+
 @needs_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 760, 360])
+@pytest.mark.parametrize("width", [1280, 1010, 760, 360])
 def test_it_fits_any_screen_in_both_schemes(
     browser: Any, report: Report, tmp_path: Path, scheme: str, width: int
 ) -> None:
     opened = Opened(browser, report, tmp_path, viewport={"width": width, "height": 800}, color_scheme=scheme)
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    opened.page.evaluate(LONG_TEXTS)
+    assert opened.page.evaluate("(table => table.scrollWidth <= table.clientWidth)(document.querySelector('.scroll'))")
     red, _, _ = map(int, re.findall(r"\d+", opened.page.evaluate("getComputedStyle(document.body).backgroundColor")))
     assert (red < 60) == (scheme == "dark")
     opened.page.locator("#rows button").first.click()

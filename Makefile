@@ -15,6 +15,10 @@ KVIKIO := kvikio-cu13 libkvikio-cu13 rapids-logger
 # tests, whose start it would slow down. Where it cannot be installed, they are skipped and say so.
 TRITON := triton==3.7.1
 
+# What the tests of DeepSpeed and torchtitan need beside it. Neither is on the path of the other tests.
+PROGRAMS := deepspeed einops hjson msgpack ninja py-cpuinfo \
+	torchtitan docstring_parser shtab spmd_types torch_checkpointing torchdata typeguard tyro
+
 BIN := $(VENV)/bin
 # Tests run in as many processes as there are cores, but no more than fit into the memory of most machines.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
@@ -54,6 +58,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt Makefile | same-python
 	$(PIP_INSTALL) torch==$(TORCH) --editable '.[$*]'
 	$(if $(filter test,$*),-$(PIP_INSTALL) --no-deps $(KVIKIO))
 	$(if $(filter test$(PINNED_TORCH),$*$(TORCH)),-$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/triton $(TRITON))
+	$(if $(filter test$(PINNED_TORCH),$*$(TORCH)),-$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/programs $(PROGRAMS))
 	@touch $@
 
 demo: $(VENV)/.installed-demo

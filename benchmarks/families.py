@@ -4,8 +4,12 @@
     python benchmarks/families.py --model vit --model mixtral --steps 8  # these only, with wider intervals
 
 Each family runs in two processes that take turns, step by step, as in ``ssdtrain-fx bench``. Both have the environment
-of the caller. Afterwards the model is explained: *plan* is the activation peak that the plan predicts, and *floor* is
-the lowest peak if everything moved at any cost in time. *Parts* says what the planned peak consists of.
+of the caller.
+
+Afterwards the model is explained. *Plan* is the activation peak that the plan predicts, and *floor* is the lowest peak
+if everything moved at any cost in time. *Parts* says what the planned peak consists of. *Planned time* is the step time
+that the plan predicts, and *compute* is the predicted time of a step that moves nothing; both are relative to the
+measured step of plain Inductor.
 
 The printed table is Markdown. Exit code: 0 every loss and gradient is equal to the bit, 1 one differs, 3 a run failed.
 """
@@ -55,6 +59,16 @@ class Row:
         return self.ssdtrain.equals(self.inductor)
 
     @property
+    def planned_time(self) -> float:
+        """Step time relative to the measured one of plain Inductor, if the plan is right about the time it exposes."""
+        return 1 + 1e3 * self.plan.exposed_s / self.inductor.median_ms
+
+    @property
+    def planned_compute(self) -> float:
+        """Predicted time of a step that moves nothing, relative to the measured one. It has no optimizer."""
+        return 1e3 * self.plan.step_s / self.inductor.median_ms
+
+    @property
     def cells(self) -> list[str]:
         run, base, ours, plan = self.ssdtrain.run, self.inductor, self.ssdtrain, self.plan
         ratio = time_ratio(ours.steps, base.steps)
@@ -67,6 +81,8 @@ class Row:
             f"{ours.process_peak_bytes / base.process_peak_bytes:.3f}",
             f"{ours.growth_bytes / base.growth_bytes:.3f}",
             f"{ratio.median:.3f} ({bench.format_interval(ratio.interval)})",
+            f"{self.planned_time:.3f}",
+            f"{self.planned_compute:.2f}",
             format_bytes(plan.peak_after_bytes),
             format_bytes(plan.floor_bytes),
             parts,
@@ -96,6 +112,8 @@ def render(rows: list[Row]) -> Table:
         "process",
         "growth",
         f"time ({CONFIDENCE:.0%} interval)",
+        "planned time",
+        "compute",
         "plan",
         "floor",
         "parts of the plan",
@@ -142,6 +160,8 @@ def main(arguments: list[str]) -> int:
             **bench.to_json([row.inductor, row.ssdtrain], directories),
             "planned_peak_bytes": row.plan.peak_after_bytes,
             "floor_bytes": row.plan.floor_bytes,
+            "planned_time_ratio": row.planned_time,
+            "planned_compute_ratio": row.planned_compute,
         }
         for row in rows
     ]

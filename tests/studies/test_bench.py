@@ -13,12 +13,15 @@ from types import ModuleType
 from typing import Any, Self
 
 import pytest
+import torch
 from test_cli import run_command
 from typer.testing import CliRunner
 
+import ssdtrain_fx
+from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.cli import app
 from ssdtrain_fx.runtime.statistics import Statistics
-from ssdtrain_fx.studies import bench, measure
+from ssdtrain_fx.studies import bench, measure, zoo
 from ssdtrain_fx.studies.comparison import TimeRatio, time_ratio
 from ssdtrain_fx.studies.measure import Measurement, Rest, Run, Step, WorkerError, counted, plan_turns, take_turns
 
@@ -378,7 +381,8 @@ def test_a_family_is_measured_and_explained(
     worker.loss = staticmethod(lambda run, index: 1.0 + change * (run.variant == "ssdtrain"))
     size = ["--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "32", "--vocab", "64"]
     written = tmp_path / "families.json"
-    arguments = ["--model", "gpt2", "--steps", str(STEPS), *size, "--json", str(written)]
+    options = ["--option", "min_tensor_bytes=0", "--option", "policy=all"]
+    arguments = ["--model", "gpt2", "--steps", str(STEPS), *size, *options, "--json", str(written)]
     assert families.main(arguments) == exit_code
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "gpt2" in line]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -386,6 +390,13 @@ def test_a_family_is_measured_and_explained(
     assert cells[-1] == ("different" if exit_code else "equal")
     (result,) = json.loads(written.read_text())
     assert result["planned_peak_bytes"] >= result["floor_bytes"] > 0
+    module, make_batch = zoo.build("gpt2", layers=1, hidden=64, batch=2, sequence=32, vocab=64)
+    config = OffloadConfig(max_slowdown=0.05, min_tensor_bytes=0, policy="all")
+    plan = ssdtrain_fx.explain(module, *make_batch(torch.Generator()), config=config).plan
+    assert plan.exposed_s > 0
+    assert result["planned_time_ratio"] == pytest.approx(1 + plan.exposed_s / 0.1)
+    assert result["planned_compute_ratio"] == pytest.approx(plan.step_s / 0.1)
+    assert cells[6:8] == [f"{result['planned_time_ratio']:.3f}", f"{result['planned_compute_ratio']:.2f}"]
 
 
 @pytest.mark.parametrize(("variant", "exit_code"), [("ssdtrain", 1), ("checkpoint", 0)])

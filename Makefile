@@ -6,6 +6,8 @@ ARGS ?=
 PINNED_TORCH := 2.13.0
 TORCH ?= $(PINNED_TORCH)
 VENV ?= .venv$(patsubst %,-torch-%,$(filter-out $(PINNED_TORCH),$(TORCH)))
+# The versions of all packages but torch.
+CONSTRAINTS ?= constraints.txt
 
 # KvikIO's tests run over a stub of the CUDA driver, without the 1.2 GB of CUDA packages that it asks for. Where it cannot
 # be installed, they are skipped and say so.
@@ -24,16 +26,17 @@ BIN := $(VENV)/bin
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 # --no-compile: Python compiles the files that it imports, once. pip would compile all of them, which doubles its processor
 # time. So Python must be allowed to keep what it has compiled: without, each process needs 10 s to import torch, not 4.
-PIP_INSTALL := $(BIN)/python -m pip install --no-compile --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --no-compile $(addprefix --constraint ,$(CONSTRAINTS))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help same-python demo test test-all lint docs format bench gpu clean
+.PHONY: help same-python demo test test-all newest lint docs format bench gpu clean
 
 help:
 	@echo "make demo      train a small GPT-2 with and without offloading: loss, memory, time"
 	@echo "make test      run the tests that take seconds"
 	@echo "make test-all  run all tests"
+	@echo "make newest    run the tests of trainers with the newest release of each dependency except torch"
 	@echo "make lint      ruff, pyright and import-linter"
 	@echo "make docs      build the site of docs/ into site/; a warning is an error"
 	@echo "make format    let ruff rewrite the sources"
@@ -69,6 +72,10 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+# tests/trainers is what other people's releases break first.
+newest:
+	$(MAKE) CONSTRAINTS= VENV=$(VENV)-newest test-all ARGS="tests/trainers $(ARGS)"
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check

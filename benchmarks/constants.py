@@ -148,8 +148,16 @@ def outcome(traced: TracedModel, setting: Setting) -> Outcome | None:
 
 @contextlib.contextmanager
 def changed(constant: Constant, value: Any) -> Generator[None]:
-    """Within the block, ``constant`` has ``value``."""
-    with mock.patch(f"ssdtrain_fx.{constant.module}.{constant.name}", value):
+    """Within the block, ``constant`` has ``value``, also in modules that have imported it and as a default argument."""
+    before, argument = constant.value, constant.name.lower()
+    with contextlib.ExitStack() as stack:
+        for module in [module for name, module in sys.modules.items() if name.startswith("ssdtrain_fx.")]:
+            for one in vars(module).values():
+                defaults: dict[str, Any] | None = getattr(one, "__kwdefaults__", None)
+                if defaults and defaults.get(argument) is before:
+                    stack.enter_context(mock.patch.dict(defaults, {argument: value}))
+            if vars(module).get(constant.name) is before:
+                stack.enter_context(mock.patch.object(module, constant.name, value))
         yield
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/families.py                                        # half an hour
     python benchmarks/families.py --model vit --model mixtral --steps 8  # these only, with wider intervals
+    python benchmarks/families.py --markdown benchmarks/stored/families.json     # stored results: time against plan
 
 Each family runs in two processes that take turns, step by step, as in ``ssdtrain-fx bench``. Both have the environment
 of the caller.
@@ -20,12 +21,13 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
+from result_tables import Rows, markdown
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -127,6 +129,30 @@ def render(rows: list[Row]) -> Table:
     return table
 
 
+def page_table(results: Sequence[Mapping[str, Any]]) -> Rows:
+    """Step times against those that plans predicted."""
+    rows = [("model", "growth", "planned time", "measured", f"{CONFIDENCE:.0%}", "off by", "planned compute")]
+    for entry in results:
+        _, ours = entry["results"]
+        planned, found, interval = (
+            entry["planned_time_ratio"],
+            ours["step_time_ratio"],
+            ours["step_time_ratio_interval"],
+        )
+        rows.append(
+            (
+                f"`{ours['run']['model']}`",
+                f"{ours['growth_ratio']:.2f}",
+                f"{planned:.3f}",
+                f"{found:.3f}",
+                bench.format_interval(interval),
+                f"{found - planned:+.3f}",
+                f"{entry['planned_compute_ratio']:.2f}",
+            )
+        )
+    return rows
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=list(zoo.MODELS), help="may be repeated; default: all six")
@@ -135,7 +161,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for ssdtrain; may be repeated")
     parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--markdown", type=Path, help="print a table of these results, and measure nothing")
     chosen = parser.parse_args(arguments)
+    if chosen.markdown is not None:
+        print(markdown(page_table(json.loads(chosen.markdown.read_text()))))
+        return 0
     given = {name: getattr(chosen, name) for name in SIZES if getattr(chosen, name) is not None}
     try:
         target = JsonTarget(chosen.json)
@@ -155,7 +185,7 @@ def main(arguments: list[str]) -> int:
             failure = error
             break
     Console(width=400, stderr=chosen.json == Path("-")).print(render(rows))
-    results = [
+    results: list[dict[str, Any]] = [
         {
             **bench.to_json([row.inductor, row.ssdtrain], directories),
             "planned_peak_bytes": row.plan.peak_after_bytes,
@@ -165,6 +195,8 @@ def main(arguments: list[str]) -> int:
         }
         for row in rows
     ]
+    for measured in (measured for entry in results for measured in entry["results"]):
+        del measured["memory_course_ms_bytes"]  # most of the file, and no table or picture here shows it
     target.write(json.dumps(results, indent=1))
     if failure is not None:
         progress.print(str(failure), markup=False, highlight=False, soft_wrap=True)

@@ -52,6 +52,42 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     return load
 
 
+def test_a_constant_is_changed_wherever_it_is_used(load: Callable[[str], ModuleType]) -> None:
+    """Default arguments keep the value that a constant had when their function was defined."""
+    from ssdtrain_fx.passes.analysis import find_recomputations
+    from ssdtrain_fx.passes.planning import place_transfers, use_host_tier
+
+    constants = load("constants")
+    by_name = {constant.name: constant for constant in constants.CONSTANTS}
+    with constants.changed(by_name["SSD_SPEEDUPS"], (3.0,)), constants.changed(by_name["MAX_OPS"], 77):
+        assert place_transfers.SSD_SPEEDUPS == use_host_tier.SSD_SPEEDUPS == (3.0,)
+        assert place_transfers.choose_lowest_peak.__kwdefaults__["ssd_speedups"] == (3.0,)
+        assert find_recomputations.judge_recomputations.__kwdefaults__["max_ops"] == find_recomputations.MAX_OPS == 77
+    assert place_transfers.SSD_SPEEDUPS is use_host_tier.SSD_SPEEDUPS
+    assert place_transfers.choose_lowest_peak.__kwdefaults__["ssd_speedups"] is place_transfers.SSD_SPEEDUPS
+    assert find_recomputations.judge_recomputations.__kwdefaults__["max_ops"] == find_recomputations.MAX_OPS == 8
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_no_function_keeps_the_value_of_a_constant(load: Callable[[str], ModuleType], number: int) -> None:
+    constants = load("constants")
+    assert len(constants.CONSTANTS) == 20
+    constant = constants.CONSTANTS[number]
+    functions = [
+        one
+        for name, module in sys.modules.items()
+        if name.startswith("ssdtrain_fx.")
+        for one in vars(module).values()
+        if isinstance(one, types.FunctionType)
+    ]
+    value = constant.value
+    with constants.changed(constant, constant.others[0]):
+        for function in functions:
+            assert (function.__kwdefaults__ or {}).get(constant.name.lower()) is not value
+            if constant.name.lower() in function.__code__.co_varnames[: function.__code__.co_argcount]:
+                assert not function.__defaults__, "changed() looks at keyword arguments only"
+
+
 def test_transfers(load: Callable[[str], ModuleType], ssd_dir: str, tmp_path: Path) -> None:
     path = tmp_path / "io.json"
     assert load("io").main(["--ssd-dir", ssd_dir, "--size-mib", "64", "--rounds", "1", "--json", str(path)]) == 0
@@ -482,6 +518,15 @@ def test_the_docs_have_the_tables_of_the_stored_limits() -> None:
     assert [title for title, rows in tables.items() if markdown(rows) not in page.read_text()] == []
     text = " ".join(readme.read_text().split())
     assert [title for title, entry in results.items() if memory_limit.sentence(entry) not in text] == []
+
+
+def test_the_docs_have_the_table_of_the_stored_families(
+    load: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = BENCHMARKS / "stored" / "families.json"
+    assert all(run["equal_to_inductor"] for entry in json.loads(path.read_text()) for run in entry["results"])
+    assert load("families").main(["--markdown", str(path)]) == 0
+    assert capsys.readouterr().out in (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
 
 
 @pytest.mark.slow

@@ -73,10 +73,18 @@ def test_every_constraint_is_one_exact_version() -> None:
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run make as from a shell: the tests themselves may run under ``make TORCH=...``, which it would inherit."""
-    inherited = ("PYTHON", "TORCH", "VENV", "ARGS", "MAKEFLAGS", "MFLAGS", "MAKELEVEL")
+    inherited = ("PYTHON", "TORCH", "VENV", "ARGS", "CONSTRAINTS", "MAKEFLAGS", "MFLAGS", "MAKELEVEL")
     environment = {name: value for name, value in os.environ.items() if name not in inherited}
     command = ["make", "--no-print-directory", "-C", str(ROOT), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("target", "count"), [("test", 4), ("newest", 0)])
+def test_only_the_newest_dependencies_have_no_constraints(target: str, count: int, tmp_path: Path) -> None:
+    done = make("--dry-run", f"VENV={tmp_path}", target)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"pip install", done.stdout)) == 4
+    assert done.stdout.count("--constraint constraints.txt") == count
 
 
 @pytest.mark.parametrize(

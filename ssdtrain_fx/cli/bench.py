@@ -72,7 +72,8 @@ def bench(
 
     Run it while the machine is otherwise idle. Checkpointing may differ in bits, ssdtrain may not.
 
-    Exit code: 0 ssdtrain is equal to the bit, 1 a loss or gradient of it differs, 2 wrong usage, 3 a run failed.
+    Exit code: 0 ssdtrain is equal to the bit, or chunk_loss is on, which changes last bits; 1 a loss or gradient of it
+    differs; 2 wrong usage; 3 a run failed.
     """
     target = JsonTarget(json_path)
     console = target.console
@@ -86,7 +87,7 @@ def bench(
         chosen_options = parse_options(options or [])
         if ssd_dir:
             chosen_options["ssd_dir"] = [str(path.resolve()) for path in ssd_dir]
-        OffloadConfig.from_options(chosen_options)
+        chunks = OffloadConfig.from_options(chosen_options).chunk_loss != "off"
         directories = check_directories(chosen_options.get("ssd_dir"))
         run = Run(
             model=model,
@@ -122,5 +123,11 @@ def bench(
         with written(png_path, "Memory over one step", console):
             draw_memory(results, png_path, title=describe(results[0].run))
     if any(one.run.variant == "ssdtrain" and not one.equals(find_base(one, results)) for one in results):
-        console.print("[bold red]ssdtrain does not agree with plain Inductor to the bit.[/]")
-        raise typer.Exit(EXIT_DIFFERENT)
+        if not chunks:
+            console.print("[bold red]ssdtrain does not agree with plain Inductor to the bit.[/]")
+            raise typer.Exit(EXIT_DIFFERENT)
+        console.print(
+            "With chunk_loss, sums over tokens are formed chunk by chunk, so the last bits of ssdtrain differ. To "
+            "compare bits, leave it out.",
+            highlight=False,
+        )

@@ -396,6 +396,10 @@ def test_a_family_is_measured_and_explained(
     assert plan.exposed_s > 0
     assert result["planned_time_ratio"] == pytest.approx(1 + plan.exposed_s / 0.1)
     assert result["planned_compute_ratio"] == pytest.approx(plan.step_s / 0.1)
+    assert families.main(["--markdown", str(written)]) == 0
+    planned, compute = result["planned_time_ratio"], result["planned_compute_ratio"]
+    row = f"| `gpt2` | 0.20 | {planned:.3f} | 1.050 | - | {1.05 - planned:+.3f} | {compute:.2f} |"
+    assert row in capsys.readouterr().out
     assert cells[6:8] == [f"{result['planned_time_ratio']:.3f}", f"{result['planned_compute_ratio']:.2f}"]
 
 
@@ -408,6 +412,14 @@ def test_one_differing_bit_is_an_error_for_ssdtrain_only(
     assert done.exit_code == exit_code
     assert "different" in done.output
     assert ("does not agree" in done.output) == (exit_code == 1)
+
+
+def test_bits_that_chunks_of_the_loss_change_are_no_error(worker: type[FakeWorker]) -> None:
+    worker.loss = staticmethod(lambda run, index: 1.0 + 2**-52 * (run.variant == "ssdtrain"))
+    done = run_bench("--option", "chunk_loss=auto")
+    assert done.exit_code == 0
+    assert "different" in done.output
+    assert "With chunk_loss, sums over tokens are formed chunk by chunk" in done.output
 
 
 def test_a_worker_that_fails_is_shown_with_exit_code_3(

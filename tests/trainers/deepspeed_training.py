@@ -1,6 +1,8 @@
 """Train with DeepSpeed under plain Inductor and under ssdtrain, and compare to the bit. One process per rank.
 
-python -m torch.distributed.run --nproc-per-node 2 tests/trainers/deepspeed_training.py --stages 1 2 3
+    python -m torch.distributed.run --nproc-per-node 2 tests/trainers/deepspeed_training.py --stages 1 2 3
+
+DeepSpeed's extensions in C++ are not used: each takes a minute to build.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ def settings(stage: int, *, bfloat16: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage},
-        # torch_adam: DeepSpeed's own Adam for CPUs is a C++ extension, which takes a minute to build.
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         **({"bf16": {"enabled": True}} if bfloat16 else {}),
     }
@@ -92,8 +93,7 @@ def main() -> None:
     chosen = parser.parse_args()
     import deepspeed
 
-    # An extension for messages between the ranks of one machine, which takes a minute to build. gloo carries them.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo carries the messages
     torch._inductor.config.cpp.simdlen = 1  # kernels without vector instructions, which compile in half the time
     train = train_trainer if chosen.trainer else train_engine
     for stage in chosen.stages:

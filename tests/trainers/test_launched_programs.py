@@ -55,7 +55,8 @@ def run(tmp_path: Path, ranks: int, arguments: list[str]) -> str:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "SSDTRAIN_DIR": str(tmp_path / "ssd"),
-        "OMP_NUM_THREADS": "1",  # Accelerate sets it again
+        # With two threads, the first vector-math call of a process can have other bits. Accelerate would set two.
+        "OMP_NUM_THREADS": "1",
     }
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(

@@ -1,7 +1,6 @@
 """What a call target says about the cost of its calls: how it is fused, what it computes, what it writes.
 
-FLOPs are counted for matrix products, convolutions and attention, with ``torch.utils.flop_counter``. The lists of names
-below follow torch's ops and how Inductor lowers them. An unknown op is a separate kernel.
+The lists of names below follow torch's ops and how Inductor lowers them. An unknown op is a separate kernel.
 """
 
 from __future__ import annotations
@@ -10,19 +9,17 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.utils import flop_counter as _flop_counter
 
 from ssdtrain_fx import _torch_private
+from ssdtrain_fx.passes.graph.flop_formulas import FlopFormula, find_flop_formula
 from ssdtrain_fx.passes.graph.joint_graph import backward_starts
 from ssdtrain_fx.passes.graph.op_targets import OPS
 from ssdtrain_fx.passes.graph.tensor_sizes import shape_of
-
-flop_counter = cast(Any, _flop_counter)  # untyped
 
 
 class Kind(enum.Enum):
@@ -43,11 +40,12 @@ def _names(text: str) -> frozenset[str]:
 # Ops that Inductor lowers to pointwise code, although they do not have the tag `pointwise`.
 _POINTWISE_NAMES = _names(
     """
-    _low_memory_max_pool_with_offsets _to_copy _unsafe_index _unsafe_masked_index arange avg_pool2d cat
-    constant_pad_nd convert_element_type copy copy_ embedding eye fill fill_ flip fma full full_like gather index
-    index_select inductor_lookup_seed inductor_randint inductor_random inductor_seed inductor_seeds iota
-    lift_fresh_copy native_dropout ones ones_like rand rand_like randn randn_like reflection_pad2d repeat roll
-    scalar_tensor select_scatter slice_scatter stack tril triu upsample_nearest2d view_dtype where zeros zeros_like
+    _low_memory_max_pool_offsets_to_indices _low_memory_max_pool_with_offsets _to_copy _unsafe_index
+    _unsafe_masked_index arange avg_pool2d avg_pool2d_backward cat constant_pad_nd convert_element_type copy copy_
+    embedding eye fill fill_ flip fma full full_like gather index index_select inductor_lookup_seed inductor_randint
+    inductor_random inductor_seed inductor_seeds iota lift_fresh_copy native_dropout ones ones_like rand rand_like randn
+    randn_like reflection_pad2d repeat rev roll scalar_tensor select_scatter slice_scatter stack tril triu
+    upsample_nearest2d view_dtype where zeros zeros_like
     """
 )
 _LOOK_UP_NAMES = _names(
@@ -78,7 +76,7 @@ class Op:
 
     name: str
     kind: Kind
-    flop_formula: Callable[..., Any] | None = None
+    flop_formula: FlopFormula | None = None
     attention_arguments: tuple[int, int] | None = None
     """For attention: the positions of query and key among the arguments."""
     causal_argument: int = 0
@@ -114,7 +112,7 @@ class Op:
         args = fx.map_arg(arguments_inside(node), lambda source: _shape_or_value(source.meta.get("val")))
         kwargs = fx.map_arg(dict(node.kwargs), lambda source: _shape_or_value(source.meta.get("val")))
         results = _shape_or_value(node.meta.get("val"))
-        flops = int(self.flop_formula(*cast(Any, args), **cast(Any, kwargs), out_val=results))
+        flops = self.flop_formula(*cast(Any, args), **cast(Any, kwargs), out_val=results)
         return int(self._looked_at(node) * flops)
 
     def attention_elements(self, node: fx.Node) -> int:
@@ -183,13 +181,10 @@ def op_of(target: Any) -> Op:
     forward_name = name.removesuffix("_backward")
     attention: tuple[int, int] | None = None
     causal = 0
-    formula: Any = flop_counter.flop_registry.get(packet)
+    formula = find_flop_formula(target)
     if forward_name in _ATTENTION_NAMES:
         attention = (0, 1) if forward_name == name else (1, 2)
         causal = next(at for at, argument in enumerate(target._schema.arguments) if argument.name == "is_causal")
-        formula = flop_counter.sdpa_flop if forward_name == name else flop_counter.sdpa_backward_flop
-    elif not hasattr(formula, "__wrapped__"):
-        formula = None  # needs real tensors
     tags = target.tags
     if formula is not None:
         kind = Kind.KERNEL

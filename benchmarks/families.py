@@ -40,6 +40,7 @@ from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.studies import bench, zoo
 from ssdtrain_fx.studies.comparison import CONFIDENCE, time_ratio
 from ssdtrain_fx.studies.measure import Measurement, Run, WorkerError, take_turns
+from ssdtrain_fx.studies.own_models import is_own_model
 from ssdtrain_fx.units import format_bytes
 
 FAMILIES = ("gpt2", "bert", "t5", "llama", "mixtral", "vit")
@@ -77,7 +78,7 @@ class Row:
         last = ours.steps[-1].statistics
         parts = ", ".join(f"{part.role} {format_bytes(part.size_bytes)}" for part in plan.peak_after.parts)
         return [
-            f"{run.model}, {run.batch} x {run.sequence}",
+            run.model if is_own_model(run.model) else f"{run.model}, {run.batch} x {run.sequence}",
             f"{format_bytes(base.process_peak_bytes)}, {format_bytes(base.growth_bytes)}",
             f"{format_bytes(ours.process_peak_bytes)}, {format_bytes(ours.growth_bytes)}",
             f"{ours.process_peak_bytes / base.process_peak_bytes:.3f}",
@@ -130,17 +131,17 @@ def render(rows: list[Row]) -> Table:
 
 
 def page_table(results: Sequence[Mapping[str, Any]]) -> Rows:
-    """Step times against those that plans predicted."""
-    rows = [("model", "growth", "planned", "measured", f"{CONFIDENCE:.0%}", "compute")]
+    """Memory, bytes moved in each direction, and step times against those that plans predicted."""
+    rows = [("model", "growth", "moved", "planned", f"measured ({CONFIDENCE:.0%})", "compute")]
     for entry in results:
         _, ours = entry["results"]
         rows.append(
             (
-                f"`{ours['run']['model']}`",
+                f"`{ours['run']['model'].rpartition(':')[2]}`",
                 f"{ours['growth_ratio']:.2f}",
+                format_bytes(ours["statistics_last_step"]["bytes_written"]),
                 f"{entry['planned_time_ratio']:.3f}",
-                f"{ours['step_time_ratio']:.3f}",
-                bench.format_interval(ours["step_time_ratio_interval"]),
+                f"{ours['step_time_ratio']:.3f} ({bench.format_interval(ours['step_time_ratio_interval'])})",
                 f"{entry['planned_compute_ratio']:.2f}",
             )
         )
@@ -149,7 +150,11 @@ def page_table(results: Sequence[Mapping[str, Any]]) -> Rows:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", choices=list(zoo.MODELS), help="may be repeated; default: all six")
+    parser.add_argument(
+        "--model",
+        action="append",
+        help=f"one of {', '.join(zoo.MODELS)}, or module:callable; may be repeated; default: the first six",
+    )
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, help=f"default: {default}")
     parser.add_argument("--steps", type=int, default=14)
@@ -160,6 +165,9 @@ def main(arguments: list[str]) -> int:
     if chosen.markdown is not None:
         print(markdown(page_table(json.loads(chosen.markdown.read_text()))))
         return 0
+    for model in chosen.model or ():
+        if model not in zoo.MODELS and not is_own_model(model):
+            parser.error(f"argument --model: {model!r} is not one of {', '.join(zoo.MODELS)}")
     given = {name: getattr(chosen, name) for name in SIZES if getattr(chosen, name) is not None}
     try:
         target = JsonTarget(chosen.json)

@@ -17,6 +17,7 @@ from ssdtrain_fx.cli.common import (
     SsdDirOption,
     StepProgress,
     check_target,
+    load_callable,
     parse_options,
     written,
 )
@@ -25,6 +26,7 @@ from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.studies.bench import BASE, describe, find_base, render_table, to_json
 from ssdtrain_fx.studies.measure import Run, Variant, WorkerError, choose_device, plan_turns, take_turns
 from ssdtrain_fx.studies.memory_picture import draw_memory
+from ssdtrain_fx.studies.own_models import is_own_model
 from ssdtrain_fx.studies.zoo import MODELS
 
 VARIANTS = tuple(name for name in get_args(Variant) if name != "budget")
@@ -32,7 +34,7 @@ VARIANTS = tuple(name for name in get_args(Variant) if name != "budget")
 
 
 def bench(
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "gpt2",
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}; or module:callable, see below.")] = "gpt2",
     layers: Annotated[int, typer.Option(min=1, help="t5: half of them in the encoder.")] = 12,
     hidden: Annotated[int, typer.Option(min=64)] = 384,
     batch: Annotated[int, typer.Option(min=1)] = 8,
@@ -72,17 +74,23 @@ def bench(
 
     Run it while the machine is otherwise idle. Checkpointing may differ in bits, ssdtrain may not.
 
+    module:callable names your own function without arguments that returns a model and a tuple of its inputs. The model
+    returns its loss. Sizes, dropout and types are then those of the function, and only ssdtrain runs by default.
+
     Exit code: 0 ssdtrain is equal to the bit, or chunk_loss is on, which changes last bits; 1 a loss or gradient of it
     differs; 2 wrong usage; 3 a run failed.
     """
     target = JsonTarget(json_path)
     console = target.console
     check_target(png_path, "--png")
-    chosen = dict.fromkeys((BASE, *(variants or ("ssdtrain", "checkpoint"))))
-    for hint, names, valid in (("--model", (model,), tuple(MODELS)), ("--variant", chosen, VARIANTS)):
+    own = is_own_model(model)
+    chosen = dict.fromkeys((BASE, *(variants or (("ssdtrain",) if own else ("ssdtrain", "checkpoint")))))
+    for hint, names, valid in (("--model", () if own else (model,), tuple(MODELS)), ("--variant", chosen, VARIANTS)):
         for name in names:
             if name not in valid:
                 raise typer.BadParameter(f"{name!r} is not one of {', '.join(valid)}.", param_hint=hint)
+    if own:
+        load_callable(model)
     try:
         chosen_options = parse_options(options or [])
         if ssd_dir:

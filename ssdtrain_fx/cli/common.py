@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
-import inspect
+import functools
 import json
-import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Self
 
 import typer
 from rich.console import Console
@@ -26,6 +24,7 @@ from rich.progress import (
 )
 
 from ssdtrain_fx.studies.measure import Run, Step, Turn
+from ssdtrain_fx.studies.own_models import MakeModel, OwnModelError, load_make_model
 from ssdtrain_fx.units import format_bytes
 
 TAKING_TURNS = "The processes take turns, so that other load slows all of them alike."
@@ -44,41 +43,29 @@ SsdDirOption = Annotated[
 ]
 
 
-def load_callable(name: str) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
-    """Import ``package.module:function``. The working directory is searched too.
+def load_callable(name: str) -> MakeModel:
+    """:func:`~ssdtrain_fx.studies.own_models.load_make_model`, with errors as those of an argument.
 
     Raises:
-        typer.BadParameter: there is no such function. When the function that is returned is called: it does not take
-            these arguments, or it does not return a model and its inputs.
+        typer.BadParameter: when this is called, or when the function that it returns is.
     """
-    module_name, _, attribute = name.partition(":")
-    sys.path.insert(0, "")
-    try:
-        make = getattr(importlib.import_module(module_name), attribute)
-        signature = inspect.signature(make)
-    except (ValueError, ImportError, AttributeError, TypeError) as error:
-        raise typer.BadParameter(str(error), param_hint="MODEL") from error
-    finally:
-        sys.path.remove("")
 
-    def make_checked(*arguments: Any) -> tuple[Any, tuple[Any, ...]]:
+    @contextlib.contextmanager
+    def reported() -> Generator[None]:
         try:
-            signature.bind(*arguments)
-        except TypeError as error:
-            raise typer.BadParameter(
-                f"{name} cannot be called with {len(arguments)} arguments ({error}). --help says what is expected.",
-                param_hint="MODEL",
-            ) from error
-        made: object = make(*arguments)
-        parts = cast("Sequence[Any]", made) if isinstance(made, (tuple, list)) else (made,)
-        if len(parts) == 2 and callable(parts[0]) and isinstance(parts[1], (tuple, list)):
-            return parts[0], tuple(cast("Sequence[Any]", parts[1]))
-        found = ", ".join(type(part).__name__ for part in parts)
-        raise typer.BadParameter(
-            f"{name} returned {found}; expected a model and a tuple of its inputs.", param_hint="MODEL"
-        )
+            yield
+        except OwnModelError as error:
+            raise typer.BadParameter(str(error), param_hint="MODEL") from error
 
-    return make_checked
+    with reported():
+        make = load_make_model(name)
+
+    @functools.wraps(make)
+    def make_reported(*arguments: Any) -> tuple[Any, tuple[Any, ...]]:
+        with reported():
+            return make(*arguments)
+
+    return make_reported
 
 
 def progress_columns() -> tuple[ProgressColumn, ...]:

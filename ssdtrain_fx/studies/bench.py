@@ -26,6 +26,7 @@ from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.runtime.storage.directory import file_system_type
 from ssdtrain_fx.studies.comparison import CONFIDENCE, time_ratio
 from ssdtrain_fx.studies.measure import MEMORY_ROWS, Measurement, Run, Step, Variant, notes, take_turns
+from ssdtrain_fx.studies.own_models import is_own_model
 from ssdtrain_fx.units import format_bytes
 
 BASE: Variant = "inductor"
@@ -94,6 +95,8 @@ def render_table(results: Sequence[Measurement]) -> Table:
 
 def describe(run: Run) -> str:
     """Model, sizes and device, as a title."""
+    if is_own_model(run.model):
+        return f"{run.model}, {run.device}"
     size = f"{run.layers} layers, hidden {run.hidden}, batch {run.batch} x {run.sequence}, dropout {run.dropout}"
     return f"{run.model}, {size}, {run.dtype}, {run.device}"
 

@@ -30,6 +30,7 @@ from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.statistics import Statistics
 from ssdtrain_fx.studies import rivals, zoo
 from ssdtrain_fx.studies.measure import Rest, Run, Step
+from ssdtrain_fx.studies.own_models import is_own_model
 from ssdtrain_fx.studies.process_memory import Course, peak_bytes, reset_peak, return_unused_memory, used_bytes
 from ssdtrain_fx.vector_math import settle_vector_math
 
@@ -44,7 +45,8 @@ class Trainer:
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         torch.manual_seed(run.seed)
         self._run = run
-        self._dtype = getattr(torch, run.dtype)
+        self._dtype = None if is_own_model(run.model) else getattr(torch, run.dtype)
+        """None: parameters and inputs keep their types."""
         module, make_batch = zoo.build(
             run.model,
             layers=run.layers,
@@ -83,6 +85,8 @@ class Trainer:
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             began_s = time.perf_counter()
             loss = self._compiled(*batch)
+            if not (isinstance(loss, Tensor) and loss.numel() == 1):
+                raise RuntimeError(f"{run.model} returned {_name(loss)}; expected its loss, a tensor with one element.")
             loss.backward()
             self._optimizer.step()
             _synchronize(run.device)
@@ -120,10 +124,13 @@ class Trainer:
 
     def _batch(self, index: int) -> zoo.Batch:
         generator = torch.Generator().manual_seed(1_000_003 * (self._run.seed + 1) + index)
-        return tuple(
-            tensor.to(self._run.device, self._dtype if tensor.is_floating_point() else tensor.dtype)
-            for tensor in self._make_batch(generator)
-        )
+        return tuple(self._place(value) for value in self._make_batch(generator))
+
+    def _place(self, value: Any) -> Any:
+        """An input of the model, on its device and, if it is a tensor of numbers, with its dtype."""
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(self._run.device, self._dtype if value.is_floating_point() else None)
 
     def _statistics(self) -> Statistics:
         return ops.statistics() if self._run.variant.startswith("ssdtrain") else Statistics()
@@ -133,12 +140,11 @@ class Trainer:
         return {}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Those of the last step, by the name of the parameter."""
-        gradients: dict[str, Tensor] = {}
-        for name, parameter in self._module.named_parameters():
-            if parameter.grad is None:
-                raise RuntimeError(f"Parameter {name} has no gradient.")
-            gradients[name] = parameter.grad.detach()
+        """Those of the last step, by the name of the parameter. Parameters that are not trained have none."""
+        parameters = self._module.named_parameters()
+        gradients = {name: parameter.grad.detach() for name, parameter in parameters if parameter.grad is not None}
+        if not gradients:
+            raise RuntimeError("No parameter has a gradient.")
         return gradients
 
     def parameters(self) -> dict[str, Tensor]:
@@ -156,6 +162,10 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def _digest(tensor: Tensor) -> str:
     raw = tensor.cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(cast(Any, raw.numpy())).hexdigest()
+
+
+def _name(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _size_bytes(tensors: Iterable[Tensor]) -> int:

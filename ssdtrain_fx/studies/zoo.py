@@ -25,7 +25,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,  # pyright: ignore[reportUnknownVariableType]
 )
 
-Batch = tuple[Tensor, ...]
+from ssdtrain_fx.studies.own_models import OwnModelError, is_own_model, load_make_model
+
+Batch = tuple[Any, ...]
 MakeBatch = Callable[[torch.Generator], Batch]
 
 HEAD_DIM = 64
@@ -96,10 +98,17 @@ def build(
 ) -> tuple[nn.Module, MakeBatch]:
     """Build the model `name` in training mode, and a function that makes a batch for it from a generator.
 
+    `package.module:function` is a model of the user, and its one batch (`own_models.py`). It has no sizes.
+
     Raises:
         ValueError: the name is unknown (the message lists the valid ones) or a size is out of range.
         ModuleNotFoundError: the model comes from transformers, which is not installed.
     """
+    if is_own_model(name):
+        model, inputs = load_make_model(name)()
+        if not isinstance(model, nn.Module):
+            raise OwnModelError(f"{name} returned a {type(model).__name__} as model; expected a torch.nn.Module.")
+        return model, lambda generator: inputs
     if name not in MODELS:
         raise ValueError(f"Unknown model {name!r}. Valid models: {', '.join(MODELS)}.")
     size = Size(layers=layers, hidden=hidden, batch=batch, sequence=sequence, vocab=vocab, dropout=dropout)

@@ -358,7 +358,13 @@ def test_models_compile_together_as_far_as_jobs_allow(gpu: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--option", "max_slowdwn=1"], ["--option", "max_slowdown"], ["--json", "/nowhere/at/all.json"]]
+    "arguments",
+    [
+        ["--option", "max_slowdwn=1"],
+        ["--option", "max_slowdown"],
+        ["--json", "/nowhere/at/all.json"],
+        ["--model", "gpt3"],
+    ],
 )
 def test_what_families_cannot_use_is_named_before_anything_runs(
     worker: type[FakeWorker], families: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str]
@@ -398,7 +404,7 @@ def test_a_family_is_measured_and_explained(
     assert result["planned_compute_ratio"] == pytest.approx(plan.step_s / 0.1)
     assert families.main(["--markdown", str(written)]) == 0
     planned, compute = result["planned_time_ratio"], result["planned_compute_ratio"]
-    row = f"| `gpt2` | 0.20 | {planned:.3f} | 1.050 | - | {compute:.2f} |"
+    row = f"| `gpt2` | 0.20 | 64 B | {planned:.3f} | 1.050 (-) | {compute:.2f} |"
     assert row in capsys.readouterr().out
     assert cells[6:8] == [f"{result['planned_time_ratio']:.3f}", f"{result['planned_compute_ratio']:.2f}"]
 
@@ -439,6 +445,8 @@ def test_a_worker_that_fails_is_shown_with_exit_code_3(
     [
         (("--variant", "budget"), "'budget' is not one of inductor"),
         (("--model", "gpt3"), "'gpt3' is not one of gpt2"),
+        (("--model", "no_such_module:make"), "No module named 'no_such_module'"),
+        (("--model", "ssdtrain_fx.studies.zoo:no_such_function"), "has no attribute 'no_such_function'"),
         (("--steps", "1"), "Invalid value for '--steps'"),
         (("--option", "policy"), "has no '='; expected NAME=VALUE"),
         (("--option", "polizy=all"), "polizy"),
@@ -456,6 +464,16 @@ def test_a_wrong_option_is_named_and_nothing_runs(
     assert done.exit_code == 2
     assert message in done.output
     assert worker.opened == []
+
+
+def test_of_an_own_model_only_inductor_and_ssdtrain_run_by_default(
+    worker: type[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    done = run_bench("--model", "other_families:vae")
+    assert done.exit_code == 0, done.output
+    assert set(worker.opened) == {"inductor", "ssdtrain"}
+    assert "other_families:vae, cpu" in done.output
 
 
 @pytest.mark.slow

@@ -109,6 +109,7 @@ PRELUDES = {
     "single_modules.md": COMMON,
     "trainers.md": TRAINERS,
     "projections.md": "",
+    "command_line.md": "",
 }
 """Code that runs before the first block of a page."""
 

@@ -24,7 +24,7 @@ from rich.progress import (
 )
 
 from ssdtrain_fx.studies.measure import Run, Step, Turn
-from ssdtrain_fx.studies.own_models import MakeModel, OwnModelError, load_make_model
+from ssdtrain_fx.studies.own_models import ModelFunction, OwnModelError, load_model_function
 from ssdtrain_fx.units import format_bytes
 
 TAKING_TURNS = "The processes take turns, so that other load slows all of them alike."
@@ -43,8 +43,8 @@ SsdDirOption = Annotated[
 ]
 
 
-def load_callable(name: str) -> MakeModel:
-    """:func:`~ssdtrain_fx.studies.own_models.load_make_model`, with errors as those of an argument.
+def load_callable(name: str) -> ModelFunction:
+    """:func:`~ssdtrain_fx.studies.own_models.load_model_function`, with errors as those of an argument.
 
     Raises:
         typer.BadParameter: when this is called, or when the function that it returns is.
@@ -58,7 +58,7 @@ def load_callable(name: str) -> MakeModel:
             raise typer.BadParameter(str(error), param_hint="MODEL") from error
 
     with reported():
-        make = load_make_model(name)
+        make = load_model_function(name)
 
     @functools.wraps(make)
     def make_reported(*arguments: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -15,6 +15,7 @@ from ssdtrain_fx.errors import BudgetError, ConfigError
 from ssdtrain_fx.report import explain as explain_model
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, TB
 from ssdtrain_fx.report.table import Sort
+from ssdtrain_fx.studies.own_models import is_own_model
 from ssdtrain_fx.studies.zoo import MODELS, build
 
 
@@ -79,7 +80,7 @@ def explain(
     check_target(save_graph, "--save-graph")
     check_target(html, "--html")
     sizes = {"layers": layers, "hidden": hidden, "batch": batch, "sequence": sequence, "vocab": vocab}
-    if ":" in model:
+    if is_own_model(model):
         module, inputs = load_callable(model)()
     else:
         try:

@@ -14,6 +14,7 @@ from ssdtrain_fx.cli.common import EXIT_FAILED, JsonTarget, check_target, load_c
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.errors import ConfigError
 from ssdtrain_fx.studies.measure import Run, WorkerError
+from ssdtrain_fx.studies.own_models import is_own_model
 from ssdtrain_fx.studies.rok_curve import MAX_SLOWDOWNS, MakeModel, RokCurve
 from ssdtrain_fx.studies.rok_curve import rok as predict
 from ssdtrain_fx.studies.rok_measurement import measure_rok
@@ -81,7 +82,7 @@ def rok(
     target = JsonTarget(json_path)
     console = target.console
     check_target(png_path, "--png")
-    own = ":" in model
+    own = is_own_model(model)
     if own and measure:
         raise typer.BadParameter(f"only works for {', '.join(MODELS)}.", param_hint="--measure")
     if recomputing is not None and not own:

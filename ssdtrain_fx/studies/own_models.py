@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-MakeModel = Callable[..., tuple[Any, tuple[Any, ...]]]
+ModelFunction = Callable[..., tuple[Any, tuple[Any, ...]]]
 """Returns a model and a tuple of its inputs."""
 
 
@@ -21,7 +21,7 @@ def is_own_model(name: str) -> bool:
     return ":" in name
 
 
-def load_make_model(name: str) -> MakeModel:
+def load_model_function(name: str) -> ModelFunction:
     """Import ``package.module:function``. The working directory is searched too.
 
     Raises:

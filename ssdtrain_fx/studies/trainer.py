@@ -191,7 +191,8 @@ def _compile_with(module: nn.Module, run: Run) -> Any:
         for layer in zoo.find_layers(module):
             layer.compile(backend=backend, options=settings, dynamic=False, fullgraph=True)
     else:
-        compiled = torch.compile(module, backend=backend, options=settings, dynamic=False, fullgraph=True)
+        fullgraph = not is_own_model(run.model)
+        compiled = torch.compile(module, backend=backend, options=settings, dynamic=False, fullgraph=fullgraph)
     if run.variant == "budget":
         return rivals.with_activation_budget(compiled, run.options["activation_memory_budget"])
     if run.variant == "hooks_host":

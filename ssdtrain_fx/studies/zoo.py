@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,  # pyright: ignore[reportUnknownVariableType]
 )
 
-from ssdtrain_fx.studies.own_models import OwnModelError, is_own_model, load_make_model
+from ssdtrain_fx.studies.own_models import OwnModelError, is_own_model, load_model_function
 
 Batch = tuple[Any, ...]
 MakeBatch = Callable[[torch.Generator], Batch]
@@ -105,7 +105,7 @@ def build(
         ModuleNotFoundError: the model comes from transformers, which is not installed.
     """
     if is_own_model(name):
-        model, inputs = load_make_model(name)()
+        model, inputs = load_model_function(name)()
         if not isinstance(model, nn.Module):
             raise OwnModelError(f"{name} returned a {type(model).__name__} as model; expected a torch.nn.Module.")
         return model, lambda generator: inputs

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ssdtrain_fx.studies import zoo
-from ssdtrain_fx.studies.own_models import OwnModelError, load_make_model
+from ssdtrain_fx.studies.own_models import OwnModelError, load_model_function
 
 SOURCE = """
 import torch
@@ -28,6 +28,8 @@ class Model(nn.Module):
 
     def forward(self, x, power):
         for layer in self.layers:
+            if layer is self.layers[3]:
+                torch._dynamo.graph_break()
             x = torch.tanh(layer(x) ** power)
         return x.sum()
 
@@ -62,7 +64,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_it_keeps_its_types_and_may_have_parameters_without_gradients(folder: Path) -> None:
+def test_it_keeps_its_types_and_may_have_frozen_parameters_and_graph_breaks(folder: Path) -> None:
     options = ("--option", "policy=all", "--option", "min_tensor_bytes=4096")
     done = bench("--model", "models_of_a_user:make", *options, "--json", "results.json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -94,7 +96,7 @@ def test_what_a_function_must_be_is_said(folder: Path, name: str, message: str) 
 
 
 def test_a_function_may_take_arguments_where_they_are_given(folder: Path) -> None:
-    model, inputs = load_make_model("models_of_a_user:make_sized")(5)
+    model, inputs = load_model_function("models_of_a_user:make_sized")(5)
     assert isinstance(model, nn.Module)
     assert [value.shape for value in inputs] == [torch.Size((5, 2))]
     assert "" not in sys.path[:1]

@@ -24,9 +24,8 @@ _Shape = Sequence[int]
 
 def find_flop_formula(op: Any) -> FlopFormula | None:
     """The formula for calls of ``op``, an ``OpOverload``. None: it computes little, or what it computes is unknown."""
-    packet = op.overloadpacket
-    name = str(packet.__name__)
-    registered = flop_counter.flop_registry.get(packet)
+    name = str(op._schema.name)
+    registered = flop_counter.flop_registry.get(op.overloadpacket)
     if name in _CORRECTED or registered is None:
         return _CORRECTED.get(name) or _MISSING.get(name)
     return registered if hasattr(registered, "__wrapped__") else None  # the others need tensors
@@ -64,14 +63,14 @@ def _grouped_product_backward(*shapes: _Shape, **_: object) -> int:
     return 2 * _grouped_product(*shapes)
 
 
-_CORRECTED: Mapping[str, FlopFormula] = {"convolution_backward": _convolution_backward}
+_CORRECTED: Mapping[str, FlopFormula] = {"aten::convolution_backward": _convolution_backward}
 _MISSING: Mapping[str, FlopFormula] = {
-    "_grouped_mm": _grouped_product,
-    "_scaled_grouped_mm": _grouped_product,
-    "grouped_mm_fallback": _grouped_product,  # of transformers, for experts on a CPU and in float32
-    "grouped_mm_fallback_backward": _grouped_product_backward,
-    "_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": flop_counter.sdpa_backward_flop,
-    "_scaled_dot_product_fused_attention_overrideable": flop_counter.sdpa_flop,
-    "_scaled_dot_product_fused_attention_overrideable_backward": flop_counter.sdpa_backward_flop,
+    "aten::_grouped_mm": _grouped_product,
+    "aten::_scaled_grouped_mm": _grouped_product,
+    "transformers::grouped_mm_fallback": _grouped_product,  # experts on a CPU, and in float32
+    "transformers::grouped_mm_fallback_backward": _grouped_product_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": flop_counter.sdpa_backward_flop,
+    "aten::_scaled_dot_product_fused_attention_overrideable": flop_counter.sdpa_flop,
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward": flop_counter.sdpa_backward_flop,
 }

@@ -178,13 +178,15 @@ def main(arguments: list[str]) -> int:
         parser.error(str(error))
     progress = Console(stderr=True)
     rows: list[Row] = []
-    failure: WorkerError | None = None
+    failures: list[str] = []
     for model in chosen.model or FAMILIES:
         sizes: dict[str, Any] = {**SIZES, **(SIZES_OF_T5 if model == "t5" else {}), **given}
         try:
             rows.append(measure(Run(model=model, options=options, **sizes), steps=chosen.steps, console=progress))
         except WorkerError as error:
-            failure = error
+            failures.append(f"{model}: {error}")
+        except KeyboardInterrupt:  # what is measured is shown and written
+            failures.append(f"{model}: interrupted")
             break
     Console(width=400, stderr=chosen.json == Path("-")).print(render(rows))
     results: list[dict[str, Any]] = [
@@ -200,8 +202,8 @@ def main(arguments: list[str]) -> int:
     for measured in (measured for entry in results for measured in entry["results"]):
         del measured["memory_course_ms_bytes"]  # most of the file, and no table or picture here shows it
     target.write(json.dumps(results, indent=1))
-    if failure is not None:
-        progress.print(str(failure), markup=False, highlight=False, soft_wrap=True)
+    if failures:
+        progress.print("\n".join(failures), markup=False, highlight=False, soft_wrap=True)
         return EXIT_FAILED
     return 0 if all(row.is_equal for row in rows) else EXIT_DIFFERENT
 

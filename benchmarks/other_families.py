@@ -21,8 +21,8 @@ from ssdtrain_fx.studies.zoo import CausalLanguageModel, ImageClassifier
 Made = tuple[nn.Module, tuple[Any, ...]]
 
 BATCH, SEQUENCE, VOCAB, HIDDEN, LAYERS = 8, 256, 2048, 256, 6
-SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-DECODER = {
+SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+DECODER: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": 3 * HIDDEN,
@@ -68,7 +68,7 @@ def gemma2() -> Made:
 def olmoe() -> Made:
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
-    sizes = {**DECODER, "intermediate_size": HIDDEN}
+    sizes: dict[str, Any] = {**DECODER, "intermediate_size": HIDDEN}
     del sizes["head_dim"]
     return causal(OlmoeForCausalLM, OlmoeConfig(**sizes, num_experts=8, num_experts_per_tok=2))
 
@@ -77,7 +77,7 @@ def deepseek_v3() -> Made:
     """Latent attention, one dense layer, then 16 experts in groups and a shared one."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    sizes = {**DECODER, "num_key_value_heads": 4}
+    sizes: dict[str, Any] = {**DECODER, "num_key_value_heads": 4}
     del sizes["head_dim"]
     config = DeepseekV3Config(
         **sizes,
@@ -99,7 +99,8 @@ def deepseek_v3() -> Made:
 def convnext() -> Made:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
-    config = ConvNextConfig(hidden_sizes=[48, 96, 192, 384], depths=[2, 2, 4, 2], num_labels=10)
+    names = {index: str(index) for index in range(10)}
+    config = ConvNextConfig(hidden_sizes=[48, 96, 192, 384], depths=[2, 2, 4, 2], id2label=names)
     images = torch.randn(2 * BATCH, 3, 128, 128)
     return ImageClassifier(ConvNextForImageClassification(config)), (images, torch.randint(10, (2 * BATCH,)))
 
@@ -108,7 +109,12 @@ def clip() -> Made:
     """Texts and images in one space, with the contrastive loss."""
     from transformers import CLIPConfig, CLIPModel
 
-    tower = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": 4, "num_attention_heads": 4}
+    tower: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 4 * HIDDEN,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     config = CLIPConfig(
         text_config={**tower, "vocab_size": VOCAB, "max_position_embeddings": 77, "eos_token_id": VOCAB - 1},
         vision_config={**tower, "image_size": 128, "patch_size": 16},
@@ -144,7 +150,9 @@ def whisper() -> Made:
         suppress_tokens=None,
         begin_suppress_tokens=None,
         use_cache=False,
-        **{**SPECIAL_TOKENS, "pad_token_id": 0},
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
     )
     config._attn_implementation = "sdpa"
 

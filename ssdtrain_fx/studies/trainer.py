@@ -60,7 +60,7 @@ class Trainer:
         self._module = module.to(run.device, self._dtype)
         if "checkpoint" in run.variant or run.variant == "selective":
             zoo.checkpoint_every_layer(self._module, selective=run.variant == "selective")
-        self._compiled = cast(Callable[..., Tensor], _compile(self._module, run))
+        self._compiled = _compile(self._module, run)
         parameters = list(self._module.parameters())
         self._optimizer: torch.optim.Optimizer = (
             torch.optim.SGD(parameters, lr=1e-2) if run.optimizer == "sgd" else torch.optim.AdamW(parameters, lr=3e-4)

@@ -409,6 +409,40 @@ def test_a_family_is_measured_and_explained(
     assert cells[6:8] == [f"{result['planned_time_ratio']:.3f}", f"{result['planned_compute_ratio']:.2f}"]
 
 
+@pytest.mark.parametrize(
+    ("error", "models", "message"),
+    [
+        (WorkerError("no space left"), ["bert", "gpt2"], "bert: no space left"),
+        (KeyboardInterrupt(), ["gpt2", "bert", "vit"], "bert: interrupted"),
+    ],
+)
+def test_what_is_measured_of_families_is_written_whatever_becomes_of_others(
+    worker: type[FakeWorker],
+    families: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    error: BaseException,
+    models: list[str],
+    message: str,
+) -> None:
+    """Those that follow a failure are measured too; an interrupt ends the program."""
+    step = worker.step
+
+    def fail(self: FakeWorker, *, sampled: bool = False) -> Step:
+        if self.run.model == "bert":
+            raise error
+        return step(self, sampled=sampled)
+
+    monkeypatch.setattr(worker, "step", fail)
+    written = tmp_path / "families.json"
+    size = ["--layers", "1", "--hidden", "64", "--batch", "2", "--sequence", "32", "--vocab", "64"]
+    chosen = [argument for model in models for argument in ("--model", model)]
+    assert families.main([*chosen, "--steps", str(STEPS), *size, "--json", str(written)]) == 3
+    assert [entry["results"][0]["run"]["model"] for entry in json.loads(written.read_text())] == ["gpt2"]
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("variant", "exit_code"), [("ssdtrain", 1), ("checkpoint", 0)])
 def test_one_differing_bit_is_an_error_for_ssdtrain_only(
     worker: type[FakeWorker], variant: str, exit_code: int

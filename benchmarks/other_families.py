@@ -9,6 +9,7 @@ from diffusers (``pip install --no-deps diffusers``). The others are written her
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -170,9 +171,8 @@ def whisper() -> Made:
 
 def unet() -> Made:
     """The denoiser of a latent diffusion model, conditioned on a text."""
-    from diffusers import UNet2DConditionModel
-
-    model = UNet2DConditionModel(
+    diffusers: Any = importlib.import_module("diffusers")  # not among the packages of the project
+    model = diffusers.UNet2DConditionModel(
         sample_size=32,
         block_out_channels=(64, 128, 128),
         down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),

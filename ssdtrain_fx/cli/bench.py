@@ -21,7 +21,7 @@ from ssdtrain_fx.cli.common import (
     parse_options,
     written,
 )
-from ssdtrain_fx.config import OffloadConfig
+from ssdtrain_fx.default_options import config_with_defaults
 from ssdtrain_fx.runtime.storage.directory import check_directories
 from ssdtrain_fx.studies.bench import BASE, describe, find_base, render_table, to_json
 from ssdtrain_fx.studies.measure import Run, Variant, WorkerError, choose_device, plan_turns, take_turns
@@ -90,13 +90,13 @@ def bench(
             if name not in valid:
                 raise typer.BadParameter(f"{name!r} is not one of {', '.join(valid)}.", param_hint=hint)
     if own:
-        load_callable(model)
+        load_callable(model, hint="--model")
     try:
         chosen_options = parse_options(options or [])
         if ssd_dir:
             chosen_options["ssd_dir"] = [str(path.resolve()) for path in ssd_dir]
-        chunks = OffloadConfig.from_options(chosen_options).chunk_loss != "off"
-        directories = check_directories(chosen_options.get("ssd_dir"))
+        config = config_with_defaults(chosen_options)
+        directories = check_directories(config.engine_config().ssd_dir)
         run = Run(
             model=model,
             layers=layers,
@@ -131,7 +131,7 @@ def bench(
         with written(png_path, "Memory over one step", console):
             draw_memory(results, png_path, title=describe(results[0].run))
     if any(one.run.variant == "ssdtrain" and not one.equals(find_base(one, results)) for one in results):
-        if not chunks:
+        if config.chunk_loss == "off":
             console.print("[bold red]ssdtrain does not agree with plain Inductor to the bit.[/]")
             raise typer.Exit(EXIT_DIFFERENT)
         console.print(

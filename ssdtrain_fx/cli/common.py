@@ -43,8 +43,8 @@ SsdDirOption = Annotated[
 ]
 
 
-def load_callable(name: str) -> ModelFunction:
-    """:func:`~ssdtrain_fx.studies.own_models.load_model_function`, with errors as those of an argument.
+def load_callable(name: str, *, hint: str = "MODEL") -> ModelFunction:
+    """:func:`~ssdtrain_fx.studies.own_models.load_model_function`, with errors as those of the argument ``hint``.
 
     Raises:
         typer.BadParameter: when this is called, or when the function that it returns is.
@@ -55,7 +55,7 @@ def load_callable(name: str) -> ModelFunction:
         try:
             yield
         except OwnModelError as error:
-            raise typer.BadParameter(str(error), param_hint="MODEL") from error
+            raise typer.BadParameter(str(error), param_hint=hint) from error
 
     with reported():
         make = load_model_function(name)

@@ -90,7 +90,10 @@ def rok(
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "sequence": sequence, "vocab": vocab}
     try:
         if own:
-            make, make_recomputing = load_callable(model), None if recomputing is None else load_callable(recomputing)
+            make, make_recomputing = (
+                load_callable(model),
+                None if recomputing is None else load_callable(recomputing, hint="--recomputing"),
+            )
         else:
             make, make_recomputing = _zoo_makers(model, {**sizes, "dropout": dropout})
             make(1)

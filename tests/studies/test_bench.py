@@ -454,12 +454,23 @@ def test_one_differing_bit_is_an_error_for_ssdtrain_only(
     assert ("does not agree" in done.output) == (exit_code == 1)
 
 
-def test_bits_that_chunks_of_the_loss_change_are_no_error(worker: type[FakeWorker]) -> None:
+@pytest.mark.parametrize(("arguments", "environment"), [(["--option", "chunk_loss=auto"], ""), ([], "auto")])
+def test_bits_that_chunks_of_the_loss_change_are_no_error(
+    worker: type[FakeWorker], monkeypatch: pytest.MonkeyPatch, arguments: list[str], environment: str
+) -> None:
+    if environment:
+        monkeypatch.setenv("SSDTRAIN_OPTIONS", json.dumps({"chunk_loss": environment}))
     worker.loss = staticmethod(lambda run, index: 1.0 + 2**-52 * (run.variant == "ssdtrain"))
-    done = run_bench("--option", "chunk_loss=auto")
+    done = run_bench(*arguments)
     assert done.exit_code == 0
     assert "different" in done.output
     assert "With chunk_loss, sums over tokens are formed chunk by chunk" in done.output
+
+
+def test_an_own_model_that_cannot_be_imported_is_a_wrong_option() -> None:
+    done = run_bench("--model", "no_such_module:make")
+    assert done.exit_code == 2
+    assert "Invalid value for --model: No module named 'no_such_module'" in " ".join(done.output.split())
 
 
 def test_a_worker_that_fails_is_shown_with_exit_code_3(

@@ -1,4 +1,4 @@
-"""What ``operators.py`` does with each operator of torch, and the operators that cannot be compared."""
+"""What ``operators.py`` does with each operator, and the operators that cannot be compared."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import importlib
 import itertools
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
+from operator_sources import operators
 from torch import Tensor
 
 import ssdtrain_fx
@@ -109,20 +110,6 @@ class Row:
 
 
 ALONE = "the inner compiler alone"
-
-
-def operators() -> dict[str, Any]:
-    """The differentiable operators of torch's tests, by name."""
-    op_db = cast(list[Any], importlib.import_module("torch.testing._internal.common_methods_invocations").op_db)
-    return {
-        f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op
-        for op in op_db
-        if op.supports_autograd
-    }
-
-
-def has_gradient(op: Any, dtype: torch.dtype) -> bool:
-    return op.supports_dtype(dtype, "cpu") and dtype in op.supported_backward_dtypes("cpu")
 
 
 def choose_samples(op: Any, dtype: torch.dtype, count: int) -> list[Any]:
@@ -322,6 +309,7 @@ def check(
         warnings.catch_warnings(),
         filled_memory() if name in READS_UNINITIALISED else contextlib.nullcontext(),
         _torch_private.functorch_config_patch(donated_buffer=False),  # retain_graph=True needs it
+        torch._dynamo.config.patch(allow_rnn=True),  # otherwise modules like nn.LSTM are not compiled
     ):
         warnings.simplefilter("ignore")
         chosen = choose_samples(op, DTYPES[dtype], samples)

@@ -1,11 +1,13 @@
-"""Train a step around every differentiable operator of torch, and compare all bits with the same inner compiler.
+"""Train a step around every differentiable operator and module of torch, and compare all bits with the inner compiler.
 
     python benchmarks/operators.py --json operators.json --markdown operators.md
     python benchmarks/operators.py --dtype bfloat16 --op softmax --op linalg.qr
+    python benchmarks/operators.py --only module --only "higher order"
     python benchmarks/operators.py --inner inductor --choose 60
 
-The operators and their inputs are those of torch's own tests (``op_db``). Each step copies the inputs, calls the
-operator, and squares its results and the copies, so that operator and squares save tensors that may leave memory.
+The operators and their inputs are those of torch's own tests (``op_db``), and so are the modules, the higher-order
+operators, the custom operators and the autograd functions (``operator_sources.py``). Each step copies the inputs, calls
+the operator, and squares its results and the copies, so that operator and squares save tensors that may leave memory.
 A step is compiled by the inner compiler alone, with everything offloaded, and with everything recomputed that may be
 recomputed and the rest offloaded. Each of the three makes the same forwards and backwards: one by one, with
 ``retain_graph=True``, two forwards before their backwards, and a forward whose results are dropped. The memory of
@@ -35,7 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from operator_steps import DTYPES, READS_UNINITIALISED, Row, check, has_gradient, operators
+from operator_sources import SOURCES, has_gradient, operators, source_of
+from operator_steps import DTYPES, READS_UNINITIALISED, Row, check
 
 from ssdtrain_fx._torch_private.arena import ArenaLibrary
 from ssdtrain_fx.runtime.memory.step_memory import step_memory
@@ -103,17 +106,17 @@ def write_rows(rows: Sequence[Row]) -> str:
 
 
 def write_summary(rows: Sequence[Row]) -> str:
-    """Counts by dtype as a Markdown table, and the rows that are not equal."""
+    """Counts by source and dtype as a Markdown table, and the rows that are not equal."""
     lines = [
-        "| dtype | operators | equal | of these, with offloads | with recomputations | exceptions | unexplained |",
-        "|---|---|---|---|---|---|---|",
+        "| of torch | dtype | count | equal | with offloads | with recomputations | exceptions | unexplained |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for dtype in dict.fromkeys(row.dtype for row in rows):
-        here = [row for row in rows if row.dtype == dtype]
+    for source, dtype in dict.fromkeys((source_of(row.op), row.dtype) for row in rows):
+        here = [row for row in rows if (source_of(row.op), row.dtype) == (source, dtype)]
         equal = [row for row in here if row.result == "equal"]
         counts = collections.Counter(row.is_as_expected for row in here if row.result != "equal")
         lines.append(
-            f"| {dtype} | {len(here)} | {len(equal)} | {sum(row.offloads > 0 for row in equal)} "
+            f"| {source} | {dtype} | {len(here)} | {len(equal)} | {sum(row.offloads > 0 for row in equal)} "
             f"| {sum(row.recomputed > 0 for row in equal)} | {counts[True]} | {counts[False]} |"
         )
     causes: dict[str, list[str]] = {}
@@ -130,6 +133,7 @@ def write_summary(rows: Sequence[Row]) -> str:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--op", action="append", metavar="NAME", help="default: all")
+    parser.add_argument("--only", action="append", choices=SOURCES, help="default: all")
     parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="default: all")
     parser.add_argument("--choose", type=int, metavar="COUNT", help="only so many, chosen at random with a fixed seed")
     parser.add_argument("--inner", choices=["aot_eager", "inductor"], default="aot_eager")
@@ -150,7 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"No differentiable operator of this torch is named {', '.join(unknown)}.", file=sys.stderr)
         return 2
     names = [(name, dtype) for dtype in chosen.dtype or DTYPES for name in chosen.op or by_name]
-    work = [(name, dtype) for name, dtype in names if has_gradient(by_name[name], DTYPES[dtype])]
+    work = [
+        (name, dtype)
+        for name, dtype in names
+        if source_of(name) in (chosen.only or SOURCES) and has_gradient(by_name[name], DTYPES[dtype])
+    ]
     if chosen.choose is not None:
         work = random.Random(0).sample(work, min(chosen.choose, len(work)))
     if chosen.inner == "inductor":

@@ -1,4 +1,4 @@
-"""Every differentiable operator of torch gives the same bits when what its step saves is offloaded or recomputed.
+"""Every differentiable operator and module of torch gives the same bits when its step offloads or recomputes.
 
 ``benchmarks/operator_steps.py`` has the steps, what is done with them, and the operators that cannot be compared.
 """
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain_fx.passes.joint_graph import ScheduledJointGraph
+from ssdtrain_fx.testing import assert_same_bits
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PARTS = 40
@@ -63,7 +64,15 @@ SELECTION = [
     *((f"nn.functional.{name}", "float32") for name in FUNCTIONAL),
     *((name, "bfloat16") for name in ("nn.functional.gelu", "std")),
     *((name, "complex64") for name in ("linalg.solve", "stft")),
+    *((f"module.nn.{name}", "float32") for name in ("BatchNorm1d", "LSTM", "MultiheadAttention")),
+    *((name, "float32") for name in ("higher_order.cond.simple", "autograd_function.NumpyMulAutogradFunction")),
 ]
+
+
+@pytest.fixture(scope="module")
+def sources(steps: ModuleType) -> ModuleType:
+    """``benchmarks/operator_sources.py``."""
+    return importlib.import_module("operator_sources")
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +95,38 @@ def test_a_selection(steps: ModuleType, ssd_dir: str, name: str, dtype: str) -> 
     assert row.offloads > 0 or name.startswith("sparse.")
 
 
+def test_a_module_is_an_operator_over_its_parameters(sources: ModuleType) -> None:
+    op = sources.operators()["module.nn.Linear"]
+    sample = next(op.sample_inputs("cpu", torch.float32, requires_grad=True))
+    module, (state, args, kwargs) = sample.input, sample.args
+    doubled = {name: 2 * value.detach() for name, value in state.items()}
+    expected = module(*args, **kwargs)
+    assert_same_bits(op.op(module, state, args, kwargs), expected)
+    assert_same_bits(op.op(module, doubled, args, kwargs), 2 * expected)
+
+
+def test_the_source_of_a_name(sources: ModuleType) -> None:
+    names = ("softmax", "linalg.qr", "module.nn.Linear", "higher_order.cond.simple", "custom_op.NumpyMulCustomOp")
+    assert set(names) <= sources.operators().keys()
+    assert [sources.source_of(name) for name in names] == [
+        "operator",
+        "operator",
+        "module",
+        "higher order",
+        "custom op",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_operator(steps: ModuleType, ssd_dir: str, part: int) -> None:
+def test_every_operator(steps: ModuleType, sources: ModuleType, ssd_dir: str, part: int) -> None:
     """Also that each exception is still needed."""
     work = [
         steps.Row(op=name, dtype=dtype, samples=1)
         for dtype in steps.DTYPES
         for name, op in steps.operators().items()
-        if steps.has_gradient(op, steps.DTYPES[dtype])
+        if sources.has_gradient(op, steps.DTYPES[dtype])
     ]
     rows = [steps.check(row.op, row.dtype, samples=3 if row.cause else 1, ssd_dir=ssd_dir) for row in work[part::PARTS]]
     assert [row for row in rows if not row.is_as_expected] == []
@@ -247,8 +278,40 @@ def test_the_program(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "| complex64 | 1 | 1 | 1 |" in done.stdout  # softmax takes no complex numbers
+    assert "| operator | complex64 | 1 | 1 | 1 |" in done.stdout  # softmax takes no complex numbers
     (row,) = json.loads(rows.read_text())
     assert (row["op"], row["dtype"], row["samples"], row["result"]) == ("abs", "complex64", 1, "equal")
     assert row["offloads"] > 0 and row["moved_bytes"] > 0
     assert table.read_text().splitlines()[2].startswith("| abs | complex64 | 1 | ")
+
+
+TESTS_OF_TORCH = """
+import ssdtrain_fx
+import torch
+
+def train(backend):
+    x = torch.randn(64, 64, requires_grad=True)
+    torch.compile(lambda x: ((x @ x).tanh() @ x).tanh().sum(), backend=backend, mode="default")(x).backward()
+
+def test_step():
+    train("eager")
+
+def test_that_looks_at_its_own_backend():
+    asked = []
+    train(lambda gm, inputs: asked.append(gm) or gm)
+    assert asked
+
+def test_without_offloads():
+    train("eager")
+    assert not ssdtrain_fx.statistics().offloads, "tensors were moved"
+"""
+
+
+def test_the_tests_of_torch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever backend a test asks for is replaced, and a test that fails only with offloading is found."""
+    program = importlib.import_module("torch_tests")
+    (tmp_path / "test_steps.py").write_text(TESTS_OF_TORCH)
+    assert program.main(["--tests", str(tmp_path), "--file", "test_steps.py", "--ssd-dir", str(tmp_path)]) == 1
+    output = capfd.readouterr().out
+    assert "| `test_steps.py` | 3 | 2 | 1 | 1 |" in output
+    assert "test_steps.py::test_without_offloads: AssertionError: tensors were moved" in output

@@ -19,6 +19,7 @@ these versions.
 | ``_inductor.config.assume_unaligned_fallback_output`` | the same |
 | ``_inductor.graph.GraphLowering.run_node``, ``fx.Node.users`` | saved tensors get other layouts: last bits differ |
 | ``codegen.cpp.TilingSelect``, ``SchedulerNode._compute_attrs``, ``GraphLowering`` | on CPUs, other last bits |
+| ``SchedulerNode.recompute_size_and_body``, ``mutation_renames`` | torch 2.13 and earlier: wrong gradients |
 | ``compile_fx.fx_codegen_and_compile`` | plain graphs are lowered although the code is cached |
 | ``ShapeEnv``: attributes, ``evaluate_expr`` | dynamic shapes: backward cannot be lowered, or lacks guards |
 | ``V.set_choices_handler``, ``scheduler.name_to_node``, ``name_to_buf`` | peaks above the planned ones |

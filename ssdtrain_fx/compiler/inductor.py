@@ -28,6 +28,7 @@ from torch import fx
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx._torch_private.inductor_fusion import fusing_as_planned
+from ssdtrain_fx._torch_private.inductor_mutations import keeping_writers_in_front
 from ssdtrain_fx.compiler.chunk_loss import LossChunking
 from ssdtrain_fx.compiler.dry_run import compile_to_zeros
 from ssdtrain_fx.compiler.inlined_hooks import hooks_need_saved_tensors
@@ -265,6 +266,7 @@ class _CompileBothHalves:
                     node.update_arg(2, stride)
         hints = _hints_of_symbols(gm.graph)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(keeping_writers_in_front())
             if self.plain is not None:
                 stack.enter_context(self.plain.computing_alike(gm, example_inputs, **kwargs))
             if _is_rewritten(gm.graph):

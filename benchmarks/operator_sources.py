@@ -55,8 +55,10 @@ class ModuleOperator:
                 arguments = made.constructor_input
                 module: nn.Module = self._info.module_cls(*arguments.args, **arguments.kwargs)
                 module.to(device=device, dtype=dtype).train(training)
-                state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
                 given = made.forward_input
+                if self._info.is_lazy:  # its parameters get their shapes
+                    module(*given.args, **given.kwargs)
+                state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
                 yield make_sample(module, args=(state, given.args, given.kwargs))
 
     @staticmethod

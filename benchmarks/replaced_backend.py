@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -50,8 +50,7 @@ def with_backend(function: Callable[..., Any], backend: Any) -> Callable[..., An
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # several add up in any order
-    compile_with: Any = torch.compile
-    torch.compile = with_backend(compile_with, chosen_backend())
+    torch.compile = with_backend(cast(Any, torch.compile), chosen_backend())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -68,8 +68,9 @@ def run_tests(tests: Path, file: str, *, inner: str, ssd_dir: str | None, only: 
 
 def faults(alone: Results, offloading: Results) -> list[str]:
     """The tests that pass with the inner compiler alone, and do not with offloading."""
+    errors = {test: next(iter(result["error"].splitlines()), "") for test, result in offloading.items()}
     return [
-        f"{test}: {offloading[test]['error'] if test in offloading else 'has no result'}"
+        f"{test}: {errors.get(test, 'has no result')}"
         for test, result in alone.items()
         if result["outcome"] == "passed" and offloading.get(test, {}).get("outcome") != "passed"
     ]

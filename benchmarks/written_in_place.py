@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ssd-dir", default=tempfile.gettempdir())
     parser.add_argument("--max-slowdown", type=float, default=0.05)
     chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # several add to one element in any order
     settle_vector_math()
     torch.manual_seed(0)
     model, batch = load_model_function(chosen.model)()

@@ -5,8 +5,8 @@
 
 torchrun starts the ranks, on CPUs with gloo. Each rank has its own data. After every step, the loss and the digests of
 gradients and parameters of each rank are compared between both runs. The table shows the rank with the largest values:
-how much its process grows in a step, and what compiled steps hold at most, measured and planned. A plan covers one
-graph, so these two agree only where a step is one graph. Each stage of a pipeline is told how many micro-batches it
+how much its process grows in a step, and what compiled steps hold at most, measured and planned. The plans of several
+graphs are added up in the order in which their halves run. Each stage of a pipeline is told how many micro-batches it
 holds at once. Step times are only in the JSON, because both runs are separate.
 
 With ``--kills``, random ranks are killed at random moments instead (SIGKILL). Every time, torchrun must end with an
@@ -37,7 +37,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+import ssdtrain_fx
+from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.cli.common import parse_options
+from ssdtrain_fx.passes.planning.chain_memory import ChainMemory, Half, in_a_row, peak_of_chain
 
 VARIANTS = ("inductor", "ssdtrain")
 SCHEDULES = {
@@ -103,11 +106,19 @@ class Whole(nn.Module):
         return square_error(self.layers(x), target)
 
 
-Step = Callable[[Tensor, Tensor], float]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What one rank does."""
+
+    step: Callable[[Tensor, Tensor], float]
+    """Returns the loss of this rank."""
+    modules: Sequence[nn.Module]
+    """The modules whose parameters this rank trains."""
+    planned_peak_bytes: Callable[[], int]
+    """What compiled steps hold at most according to the plans, after a step was made."""
 
 
-def in_parallel(job: Job, backend: Any) -> tuple[Step, list[nn.Module]]:
-    """A step that returns the loss of this rank, and the modules whose parameters this rank trains."""
+def in_parallel(job: Job, backend: Any, config: OffloadConfig) -> Training:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -116,31 +127,46 @@ def in_parallel(job: Job, backend: Any) -> tuple[Step, list[nn.Module]]:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     layers = stack(job, job.layers)
     if job.parallelism in SCHEDULES:
-        return in_pipeline(job, layers, backend)
+        return in_pipeline(job, layers, backend, config)
     model: nn.Module = Whole(layers)
     compiled: Any = model
     mesh = init_device_mesh("cpu", (ranks,))
+    x = torch.zeros(job.batch, job.sequence, job.hidden)
+    if job.parallelism != "tensor":  # where all ranks compute on the same data
+        x = x.chunk(ranks)[rank]
     if job.parallelism == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
         compiled = torch.compile(model, backend=backend)
+        with model.no_sync():
+            planned_bytes = ssdtrain_fx.explain(model, x, x, config=config).step_peak_bytes[1]
     elif job.parallelism == "tensor":
         for layer in layers:
             parallelize_module(layer, mesh, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
         compiled = torch.compile(model, backend=backend)
+        planned_bytes = ssdtrain_fx.explain(model, x, x, config=config).step_peak_bytes[1]
     else:
+        # Layers after the first one get the result of a computation.
+        inputs = [x, *[x.requires_grad_() * 1] * (job.layers - 1)]
+        graphs = [memory_of(layer, h, config) for layer, h in zip(layers, inputs, strict=True)]
+        planned_bytes = peak_of_chain(graphs, in_a_row(len(graphs)), keep_gradients=False)
         for index, layer in enumerate(layers):
             layers[index] = compile_module(layer, backend)
             fully_shard(layers[index], mesh=mesh)
         fully_shard(model, mesh=mesh)
 
     def step(x: Tensor, target: Tensor) -> float:
-        if job.parallelism != "tensor":  # where all ranks compute on the same data
+        if job.parallelism != "tensor":
             x, target = x.chunk(ranks)[rank], target.chunk(ranks)[rank]
         loss: Tensor = compiled(x, target)
         loss.backward()
         return loss.item()
 
-    return step, [model]
+    return Training(step=step, modules=[model], planned_peak_bytes=lambda: planned_bytes)
+
+
+def memory_of(module: nn.Module, x: Tensor, config: OffloadConfig) -> ChainMemory:
+    """What the graph of ``module`` adds to the memory of a step, as planned."""
+    return ssdtrain_fx.explain(module, x, config=config).plan.chain_after
 
 
 def compile_module(module: nn.Module, backend: Any) -> nn.Module:
@@ -148,19 +174,34 @@ def compile_module(module: nn.Module, backend: Any) -> nn.Module:
     return compiled
 
 
-def in_pipeline(job: Job, layers: nn.Sequential, backend: Any) -> tuple[Step, list[nn.Module]]:
+def in_pipeline(job: Job, layers: nn.Sequential, backend: Any, config: OffloadConfig) -> Training:
     import torch.distributed as dist
     from torch.distributed import pipelining
-
-    import ssdtrain_fx
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     per_rank = STAGES_PER_RANK if job.parallelism == "interleaved" else 1
     count = ranks * per_rank
     size = job.layers // count
     modules = [layers[index * size : (index + 1) * size] for index in range(rank, count, ranks)]
+    x = torch.zeros(job.batch // MICRO_BATCHES, job.sequence, job.hidden)
+    graphs = [
+        memory_of(module, x.requires_grad_(index > 0), config)
+        for module, index in zip(modules, range(rank, count, ranks), strict=True)
+    ]
+    order: list[Half] = []
 
-    class ToldStage(pipelining.PipelineStage):
+    class RecordedStage(pipelining.PipelineStage):
+        """Notes which halves run in which order."""
+
+        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            order.append(Half(self.stage_index // ranks, "forward"))
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            order.append(Half(self.stage_index // ranks, "backward"))
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    class ToldStage(RecordedStage):
         """Says which micro-batch each forward belongs to, and which backward comes next. Backwards come in the order of
         forwards."""
 
@@ -172,7 +213,7 @@ def in_pipeline(job: Job, layers: nn.Sequential, backend: Any) -> tuple[Step, li
             ssdtrain_fx.expect_backward(bwd_chunk_id + 1)
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    make_stage = ToldStage if job.parallelism == "1f1b-told" else pipelining.PipelineStage
+    make_stage = ToldStage if job.parallelism == "1f1b-told" else RecordedStage
     stages = [
         make_stage(compile_module(module, backend), index, count, torch.device("cpu"))
         for module, index in zip(modules, range(rank, count, ranks), strict=True)
@@ -181,13 +222,17 @@ def in_pipeline(job: Job, layers: nn.Sequential, backend: Any) -> tuple[Step, li
     schedule = make(stages if per_rank > 1 else stages[0], n_microbatches=MICRO_BATCHES, loss_fn=square_error)
 
     def step(x: Tensor, target: Tensor) -> float:
+        order.clear()
         losses: list[Tensor] = []
         inputs = (x,) if rank == 0 else ()
         expected = {"target": target, "losses": losses} if rank == ranks - 1 else {}
         schedule.step(*inputs, **expected)
         return float(sum(loss.item() for loss in losses))
 
-    return step, list(modules)
+    def planned_peak_bytes() -> int:
+        return peak_of_chain(graphs, order, keep_results=True)
+
+    return Training(step=step, modules=modules, planned_peak_bytes=planned_peak_bytes)
 
 
 def forwards_in_flight(parallelism: str, rank: int, ranks: int) -> int:
@@ -201,7 +246,6 @@ def train(job: Job, directory: Path) -> None:
     """Body of one rank. Writes what it found to ``directory``, and a line for each step that it has made."""
     import torch.distributed as dist
 
-    import ssdtrain_fx
     from ssdtrain_fx.studies.process_memory import peak_bytes, reset_peak, return_unused_memory, used_bytes
     from ssdtrain_fx.studies.trainer import digests
     from ssdtrain_fx.vector_math import settle_vector_math
@@ -210,14 +254,11 @@ def train(job: Job, directory: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    backend: Any = "inductor"
-    if job.variant == "ssdtrain":
-        in_flight = forwards_in_flight(job.parallelism, rank, dist.get_world_size())
-        options: dict[str, Any] = {"forwards_in_flight": in_flight, **job.options}
-        config = ssdtrain_fx.OffloadConfig(**options)
-        backend = ssdtrain_fx.backend(config)
-    step, modules = in_parallel(job, backend)
-    parameters = {f"{index}.{name}": p for index, m in enumerate(modules) for name, p in m.named_parameters()}
+    in_flight = forwards_in_flight(job.parallelism, rank, dist.get_world_size())
+    options: dict[str, Any] = {"forwards_in_flight": in_flight, **job.options}
+    config = OffloadConfig(**options)
+    training = in_parallel(job, ssdtrain_fx.backend(config) if job.variant == "ssdtrain" else "inductor", config)
+    parameters = {f"{index}.{name}": p for index, m in enumerate(training.modules) for name, p in m.named_parameters()}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     found: list[dict[str, str]] = []
@@ -230,7 +271,7 @@ def train(job: Job, directory: Path) -> None:
                 reset_peak("cpu")
             optimizer.zero_grad()
             began_s = time.perf_counter()
-            loss = step(x, target)
+            loss = training.step(x, target)
             seconds.append(time.perf_counter() - began_s)
             optimizer.step()
             found.append({"loss": loss.hex(), **digests(gradients_and_parameters(parameters))})
@@ -244,7 +285,7 @@ def train(job: Job, directory: Path) -> None:
         "step_s": statistics.median(seconds[WARM_UP_STEPS:]),
         "growth_bytes": process_peak_bytes - used_bytes("cpu"),
         "activation_peak_bytes": memory.allocated_peak_bytes,
-        "planned_peak_bytes": memory.planned_peak_bytes,
+        "planned_peak_bytes": training.planned_peak_bytes(),
         "offloads": moved.offloads,
         "bytes_written": moved.bytes_written,
         "kept_for_time": moved.kept_for_time,

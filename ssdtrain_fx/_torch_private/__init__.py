@@ -166,6 +166,13 @@ def input_number(descriptor: object) -> int | None:
     return descriptor.idx if isinstance(descriptor, descriptors.PlainAOTInput) else None
 
 
+def differentiated_input_number(descriptor: object) -> int | None:
+    """Which argument of the compiled function this result of backward is the gradient of; None for other results."""
+    from torch._functorch._aot_autograd import descriptors
+
+    return input_number(descriptor.grad_of) if isinstance(descriptor, descriptors.GradAOTOutput) else None
+
+
 def is_tangent(descriptor: object) -> bool:
     """Whether this placeholder is the gradient of a result, with which backward begins."""
     from torch._functorch._aot_autograd import descriptors

@@ -21,17 +21,20 @@ from ssdtrain_fx.report.table import Row
 PLACE_OF_DATA = "/*REPORT*/"
 
 
-def render_page(graphs: Sequence[GraphReport], *, rated_endurance_bytes: int, measured: str = "") -> str:
+def render_page(
+    graphs: Sequence[GraphReport], *, rated_endurance_bytes: int, step: str = "", measured: str = ""
+) -> str:
     """Return the page as text.
 
     Args:
         rated_endurance_bytes: of the drive whose lifetime is shown.
+        step: one line on a step that runs all graphs; "" if there is only one.
         measured: what the steps of this process have used so far; "" if none has run.
     """
     template = importlib.resources.files("ssdtrain_fx.report").joinpath("page.html").read_text(encoding="utf-8")
     before, after = template.split(PLACE_OF_DATA)
     # An unescaped "<" could close the script element that holds the data.
-    content = _page_data(graphs, rated_endurance_bytes) | {"measured": measured}
+    content = _page_data(graphs, rated_endurance_bytes) | {"step": step, "measured": measured}
     data = json.dumps(content, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     return before + data + after
 

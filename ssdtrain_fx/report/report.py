@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import networkx as nx
 
+from ssdtrain_fx.passes.planning.chain_memory import in_a_row, peak_of_chain
 from ssdtrain_fx.passes.planning.plan import Plan
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, Endurance
 from ssdtrain_fx.report.graph_report import EMPTY, GraphReport
@@ -69,18 +70,36 @@ class Report:
             self.rated_endurance_bytes, sum(part.written_bytes for part in parts), sum(part.step_s for part in parts)
         )
 
+    @property
+    def step_peak_bytes(self) -> tuple[int, int]:
+        """Predicted activation peak, before and after, of a step that runs all graphs: their forwards, then their
+        backwards in reverse order, as Dynamo runs the parts of a model with graph breaks."""
+        plans = [graph.plan for graph in self.graphs]
+        if len(plans) == 1:
+            return plans[0].peak_before_bytes, plans[0].peak_after_bytes
+        order = in_a_row(len(plans))
+        before, after = [plan.chain_before for plan in plans], [plan.chain_after for plan in plans]
+        return peak_of_chain(before, order), peak_of_chain(after, order)
+
+    def step_summary(self) -> str:
+        """One line on the step that runs all graphs. Empty if there is only one, whose summary says it all."""
+        if len(self.graphs) < 2:
+            return ""
+        before, after = map(format_bytes, self.step_peak_bytes)
+        return f"a step runs {len(self.graphs)} graphs; predicted activation peak of the step {before} -> {after}"
+
     def __str__(self) -> str:
         return self.text()
 
     def text(self, sort: Sort = "order") -> str:
-        """Summary, peaks and table of every graph.
+        """Peak of the step if it runs several graphs, then summary, peaks and table of every graph.
 
         Raises:
             ConfigError: ``sort`` is unknown.
         """
         if not self.graphs:
             return EMPTY
-        parts: list[str] = []
+        parts = [summary] if (summary := self.step_summary()) else []
         for idx, graph in enumerate(self.graphs):
             title = f"graph {idx} of {len(self.graphs)}: " if len(self.graphs) > 1 else ""
             summary = graph.summary(self.rated_endurance_bytes)
@@ -123,7 +142,12 @@ class Report:
     def save(self, path: str | Path) -> Path:
         """Write one HTML page that needs no network and no other file. Returns its path."""
         measured = "" if self.measured is None else str(self.measured)
-        page = render_page(self.graphs, rated_endurance_bytes=self.rated_endurance_bytes, measured=measured)
+        page = render_page(
+            self.graphs,
+            rated_endurance_bytes=self.rated_endurance_bytes,
+            step=self.step_summary(),
+            measured=measured,
+        )
         target = Path(path)
         target.write_text(page, encoding="utf-8")
         return target

@@ -160,6 +160,7 @@ class Engine:
                 unplanned_s = self._stalls.predict_s(lane, entry, site.out_s, site.back_s, is_ahead=is_ahead)
             moves = byte_count == 0 or ledger.admission.admits(unplanned_s) or not self._room.has(entry)
             if site.graph_name:
+                entry.lead_s, entry.left_s = site.lead_s, site.left_s
                 self._runs.add(entry, handle, site.graph_name)
             if moves:
                 if unplanned_s:

@@ -65,6 +65,8 @@ class Site:
     back_s: float | None = None
     stall_s: float = 0.0
     graph_name: str = ""
+    lead_s: float | None = None
+    left_s: float | None = None
     external: bool = False
     host: bool = False
     reload_order: int | None = None

@@ -155,6 +155,22 @@ def test_gpt2_layer_by_layer_is_equal_to_inductor_to_the_bit_and_reads_ahead() -
     assert done.slots_in_use == 0
 
 
+@pytest.mark.parametrize("reads_in_time", [True, False])
+def test_only_what_backward_could_not_read_in_time_is_read_before_it(reads_in_time: bool) -> None:
+    """On a disk with fast reads, a reload at its planned place is early enough; earlier, it only takes memory."""
+    torch.manual_seed(0)
+    tower, batch = Tower(), torch.randn(8, WIDTH)
+    read = Channel(bytes_per_s=1e15 if reads_in_time else 1e3)
+    hardware = dataclasses.replace(FAST_DISK, read=read, kernel_s=1e-3)
+    compile_layers(tower, backend(everything("aot_eager", hardware=hardware)))
+    before = settled_statistics()
+    for _ in range(2):
+        tower(batch).backward()
+    done = settled_statistics().since(before)
+    assert done.offloads > 0
+    assert (done.ahead_bytes == 0) is reads_in_time
+
+
 def held_after_forward(tower: Tower, batch: Tensor) -> int:
     """Bytes allocated by forward that are still allocated when it has finished and nothing is in flight."""
     tower(batch).backward()  # one-time allocations

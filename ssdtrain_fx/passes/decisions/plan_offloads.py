@@ -17,6 +17,7 @@ from ssdtrain_fx.errors import BudgetError
 from ssdtrain_fx.passes.analysis.analyse import Analysis
 from ssdtrain_fx.passes.analysis.candidates import Candidate
 from ssdtrain_fx.passes.analysis.find_recomputations import Recomputation
+from ssdtrain_fx.passes.decisions.find_chain_memory import find_chain_memory
 from ssdtrain_fx.passes.decisions.find_peak_parts import find_peak_parts
 from ssdtrain_fx.passes.graph.source_lines import source_line
 from ssdtrain_fx.passes.planning.chains import choose_most
@@ -28,6 +29,7 @@ from ssdtrain_fx.passes.planning.place_transfers import (
     floor_bytes,
 )
 from ssdtrain_fx.passes.planning.plan import Keep, Offload, Peak, Plan, PlannedDecision, Recompute, SavedStorage
+from ssdtrain_fx.passes.planning.read_ahead import AheadTimes, ahead_times, read_ahead_spans
 from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.passes.planning.transfer_problem import Movable, Placements, TransferProblem
 from ssdtrain_fx.passes.planning.use_host_tier import use_host_tier
@@ -103,17 +105,23 @@ def describe_plan(
     """
     movables = {movable.idx: movable for movable in problem.movables}
     simulation = choice.simulation
+    live_in_chain, ahead = _live(analysis, choice.placements), dict[int, AheadTimes]()
+    if analysis.is_link:
+        ahead = ahead_times(problem, choice.placements)
+        live_in_chain += read_ahead_spans(problem, choice.placements, ahead)
     return Plan(
         storages=tuple(
             describe_storage(
                 candidate,
                 analysis,
-                _decide(candidate, choice, movables, reasons.get(_main_node(candidate).name, reason_not_moved)),
+                _decide(candidate, choice, movables, ahead, reasons.get(_main_node(candidate).name, reason_not_moved)),
             )
             for candidate in analysis.candidates
         ),
         peak_before=_find_peak(analysis, {}),
         peak_after=_find_peak(analysis, choice.placements),
+        chain_before=find_chain_memory(analysis, _live(analysis, {})),
+        chain_after=find_chain_memory(analysis, live_in_chain),
         floor_bytes=floor_bytes(problem),
         step_s=problem.step_s,
         exposed_s=simulation.exposed_s,
@@ -146,18 +154,28 @@ def add_recomputations(plan: Plan, analysis: Analysis, recomputations: Sequence[
         for recomputation in recomputations
     ]
     storages = sorted((*plan.storages, *recomputed), key=lambda storage: positions[storage.name])
-    return dataclasses.replace(plan, storages=tuple(storages), peak_before=_find_peak(analysis, {}))
+    return dataclasses.replace(
+        plan,
+        storages=tuple(storages),
+        peak_before=_find_peak(analysis, {}),
+        chain_before=find_chain_memory(analysis, _live(analysis, {})),
+    )
 
 
-def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
-    spans: list[LiveInterval] = []
+def _live(analysis: Analysis, placements: Placements) -> list[LiveInterval]:
+    """What is in memory with these placements."""
+    spans = list(analysis.extras.values())
     for idx, interval in analysis.intervals.items():
         placement = placements.get(idx)
         spans += [interval] if placement is None else interval.without(placement.release, placement.reload)
+    return spans
+
+
+def _find_peak(analysis: Analysis, placements: Placements) -> Peak:
+    spans = _live(analysis, placements)
     nodes = list(analysis.joint.graph.nodes)
     names = {storage.idx: storage.allocator.name for storage in analysis.alias_sets.storages}
     names |= {extra.storage_idx: name for name, extra in analysis.extras.items()}
-    spans += analysis.extras.values()
     profile = memory_profile(spans, len(nodes))
     position = profile.peak_position
     there = [span for span in spans if span.start <= position < span.end]
@@ -197,6 +215,7 @@ def _decide(
     candidate: Candidate,
     choice: Choice,
     movables: Mapping[int, Movable],
+    ahead: Mapping[int, AheadTimes],
     reason_not_moved: str,
 ) -> PlannedDecision:
     idx = candidate.storage.idx
@@ -206,6 +225,7 @@ def _decide(
     placement, movable, views = choice.placements[idx], movables[idx], len(candidate.saved_nodes)
     where = "in host memory" if placement.tier == "host" else "away"
     times = planned_times(choice, movable)
+    lead_s, left_s = ahead.get(idx, (0.0, 0.0))
     return Offload(
         representative=candidate.representative.name,
         offload=placement.offload_of(movable),
@@ -216,6 +236,8 @@ def _decide(
         out_s=round(times.out_s, 6),
         back_s=round(times.back_s, 6),
         stall_s=round(times.stall_s, 6),
+        lead_s=round(lead_s, 6),
+        left_s=round(left_s, 6),
         reason=f"{where} between forward and backward" + (f"; {views} saved views share it" if views > 1 else ""),
         tier=placement.tier,
     )

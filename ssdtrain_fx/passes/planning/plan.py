@@ -11,6 +11,7 @@ import dataclasses
 import json
 from typing import Any, Literal
 
+from ssdtrain_fx.passes.planning.chain_memory import ChainMemory
 from ssdtrain_fx.passes.planning.transfer_problem import Placement, Tier
 
 
@@ -42,6 +43,10 @@ class Offload:
     stall_s: float = 0.0
     """The part of ``out_s`` and ``back_s`` in which the compute stream stalls. The runtime allows this much, and little
     more."""
+    lead_s: float = 0.0
+    """In a chain of graphs: how long before this backward its read should begin; see ``read_ahead.AheadTimes``."""
+    left_s: float = 0.0
+    """In a chain of graphs: how much of this backward is left at the next wait."""
 
     @property
     def placement(self) -> Placement:
@@ -146,6 +151,10 @@ class Plan:
     """How many chunks the loss is computed in (option ``chunk_loss``). 0: it is not computed in chunks."""
     why_nothing_moves: str = ""
     """If nothing is offloaded: why, and which option would change that. Otherwise empty."""
+    chain_before: ChainMemory = dataclasses.field(default_factory=ChainMemory)
+    """What this graph adds to the memory of a step of several graphs, without offloading and recomputation."""
+    chain_after: ChainMemory = dataclasses.field(default_factory=ChainMemory)
+    """The same with this plan."""
 
     @property
     def peak_before_bytes(self) -> int:
@@ -200,6 +209,8 @@ class Plan:
             largest = tuple((storage, size_bytes) for storage, size_bytes in raw[name].pop("largest"))
             parts = tuple(PeakPart(**part) for part in raw[name].pop("parts", ()))
             raw[name] = Peak(**raw[name], largest=largest, parts=parts)
+        for name in ("chain_before", "chain_after"):
+            raw[name] = ChainMemory(**raw.get(name, {}))
         return cls(**raw)
 
 

@@ -184,6 +184,8 @@ def _insert_offload(
         back_s=chain.decision.back_s,
         stall_s=chain.decision.stall_s,
         graph_name=graph_name,
+        lead_s=chain.decision.lead_s if graph_name else None,
+        left_s=chain.decision.left_s if graph_name else None,
         external=bool(graph_name) and chain.candidate.storage.is_input,
         host=chain.decision.tier == "host",
         reload_order=chain.reload_order,

@@ -97,6 +97,10 @@ class Entry:
     """Its position in the order in which backward reloads the tensors of its graph; None if unknown."""
     run: GraphRun | None = None
     """The run of a graph that it belongs to, if the graph is one of a chain."""
+    lead_s: float | None = None
+    """How long before its backward its reload should begin, while another one runs; None: as early as possible."""
+    left_s: float | None = None
+    """How much of its backward is left at the wait after its own; None: unknown."""
     ahead: Ahead | None = None
     """A reload that was begun before backward requested it."""
     reloaded = False

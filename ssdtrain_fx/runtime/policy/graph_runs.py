@@ -22,7 +22,8 @@ Guarantees:
 
 * A wrong guess costs a wasted read, and memory until the next run shows that the guess was wrong. The data that a graph
   gets does not depend on any guess.
-* Tensors read ahead take no more memory than the run whose backward is executing has already used.
+* Tensors read ahead take no more memory than the run whose backward is executing has already used. With a plan, each
+  of them is read as late as possible (``planning/read_ahead.py``).
 * Tensors of at most one run leave after their forward: a run ends only when all tensors of the run before it have left.
 
 All methods need the ledger's lock.
@@ -119,7 +120,7 @@ class GraphRuns:
         chosen: list[Entry] = []
         # In the order of the last backward. Entries without a turn come after, those saved last first.
         for other in sorted(entries, key=lambda other: turns.get(other.name, len(turns) + 1)):
-            if other.reloaded or other.stays or other.ahead is not None:
+            if other.reloaded or other.stays or other.ahead is not None or _is_too_early(other, entry):
                 continue
             room_bytes -= other.byte_count
             if room_bytes < 0:
@@ -153,3 +154,8 @@ class GraphRuns:
     def _forget(self, run: GraphRun) -> None:
         for entry in self._entries(run):
             self._ledger.drop_ahead(entry)
+
+
+def _is_too_early(other: Entry, waited: Entry) -> bool:
+    """Whether the read of ``other`` may begin after the next wait of the backward that has just received ``waited``."""
+    return other.lead_s is not None and waited.left_s is not None and other.lead_s <= waited.left_s

@@ -37,14 +37,21 @@ def engine(file: MemoryFile, tmp_path: Path) -> Iterator[Engine]:
 class Graph:
     """A graph whose forward offloads three tensors and whose backward requests them in the order ``backward``."""
 
-    def __init__(self, engine: Engine, graph_name: str = "graph", backward: str = "cba") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        graph_name: str = "graph",
+        backward: str = "cba",
+        plan: dict[str, dict[str, float]] | None = None,
+    ) -> None:
         self.engine, self.graph_name, self.order = engine, graph_name, backward
+        self.plan = plan or {}
 
     def forward(self, value: float) -> dict[str, Tensor]:
         tokens: dict[str, Tensor] = {}
         for number, name in enumerate(NAMES):
             x = torch.full((SIZE,), float(value + number))
-            token = self.engine.offload(x, name, graph_name=self.graph_name)
+            token = self.engine.offload(x, name, graph_name=self.graph_name, **self.plan.get(name, {}))
             tokens[name] = self.engine.release(token, x)
         self.engine.wait_until_idle()
         return tokens
@@ -88,6 +95,35 @@ def test_backward_reads_ahead_for_the_run_before_no_more_than_it_has_used(engine
     graph.backward(first, 10)
     assert engine.statistics().ahead_bytes == 2 * SIZE_BYTES
     assert engine.statistics().reloads == 6
+
+
+@pytest.mark.parametrize(
+    ("lead_s", "seen"),
+    [
+        ({"c": 0.0}, [[], [], []]),  # its reload is early enough
+        ({"c": 0.5}, [[], [], ["c"]]),  # more than 0 s are left after the last wait, but at the wait before, 1 s is
+        ({"c": 1.0}, [[], [], ["c"]]),
+        ({"c": 1.5}, [[], ["c"], ["c"]]),
+        ({"c": 2.5, "b": 0.5}, [[], ["c"], ["b", "c"]]),  # at the first wait, nothing has been used yet
+        ({"c": 2.5, "b": 1.5}, [[], ["c"], ["b", "c"]]),
+    ],
+)
+def test_with_a_plan_reads_begin_as_late_as_the_next_backward_permits(
+    engine: Engine, lead_s: dict[str, float], seen: list[list[str]]
+) -> None:
+    """What is read earlier is only in the way of the backward that still runs."""
+    left_s = {"c": 2.0, "b": 1.0, "a": 0.0}
+    plan = {name: {"lead_s": lead_s.get(name, 0.0), "left_s": left_s[name]} for name in NAMES}
+    graph = Graph(engine, plan=plan)
+    first, second = graph.forward(10), graph.forward(20)
+    found: list[list[str]] = []
+    for name in "cba":
+        y = engine.reload(second[name], (SIZE,), (1,), torch.float32, CPU)
+        engine.wait(y, second[name])
+        found.append(ahead_of(engine))
+    assert found == seen
+    graph.backward(first, 10)
+    assert engine.statistics().ahead_bytes == len(seen[-1]) * SIZE_BYTES
 
 
 def test_micro_batches_that_come_back_in_the_order_of_forward_are_read_ahead(engine: Engine) -> None:

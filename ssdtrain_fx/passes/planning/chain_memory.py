@@ -1,0 +1,80 @@
+"""The activation peak of a step that is several graphs: what each of them adds, and the most at a time.
+
+    forward 1 -> forward 2 -> ... -> forward n,  backward n -> ... -> backward 2 -> backward 1
+
+While one half runs, all graphs between their forward and their backward hold what they have saved. So the peak of the
+step is neither the largest peak of a graph nor their sum:
+
+    graphs   half running     held by others      this half      in memory
+    2        forward 1                    0             10              10
+             forward 2                    6             10              16   <- peak
+             backward 2                   6              9              15
+             backward 1                   0              9               9
+
+A result that the backward of its graph reads, and that another graph saves as well, counts twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChainMemory:
+    """What one graph has in memory at each stage of a step of several graphs, in bytes. Parameters do not count."""
+
+    forward_bytes: int = 0
+    """The most while its forward runs. Inputs that other graphs have made count until they are released."""
+    held_bytes: int = 0
+    """Between its forward and its backward, without results that only other graphs read."""
+    backward_bytes: int = 0
+    """The most while its backward runs, with the gradients with which it begins."""
+    result_bytes: int = 0
+    """Results of its forward that its backward does not read. The next graph counts those that it reads as inputs."""
+    gradient_bytes: int = 0
+    """Gradients that its backward returns and that no other graph reads: those of parameters."""
+
+
+class Half(NamedTuple):
+    """A half of a graph that runs in a step."""
+
+    graph: int
+    """Index of the graph."""
+    phase: Literal["forward", "backward"]
+
+
+def in_a_row(count: int) -> list[Half]:
+    """The order of a chain of ``count`` graphs: all forwards, then their backwards in reverse order."""
+    forwards = [Half(graph, "forward") for graph in range(count)]
+    return [*forwards, *(Half(graph, "backward") for graph in reversed(range(count)))]
+
+
+def peak_of_chain(
+    graphs: Sequence[ChainMemory], order: Iterable[Half], *, keep_gradients: bool = True, keep_results: bool = False
+) -> int:
+    """The most bytes that are in memory at a time while halves run in this order.
+
+    Args:
+        order: a graph may run several times, once for each micro-batch.
+        keep_gradients: the gradients of parameters stay. Those of later runs of a graph are added to those of its first
+            one. With False, they are gone before the next half: FSDP keeps only a shard, which is no longer memory of
+            compiled code.
+        keep_results: the caller holds the results of a forward until its backward, as a stage of a pipeline does.
+    """
+    held = kept = peak = 0
+    have_gradients: set[int] = set()
+    for graph, phase in order:
+        memory = graphs[graph]
+        of_results = memory.result_bytes if keep_results else 0
+        if phase == "forward":
+            peak = max(peak, held + kept + memory.forward_bytes)
+            held += memory.held_bytes + of_results
+        else:
+            held -= memory.held_bytes + of_results
+            peak = max(peak, held + of_results + kept + memory.backward_bytes)
+            if keep_gradients and graph not in have_gradients:
+                have_gradients.add(graph)
+                kept += memory.gradient_bytes
+    return peak

@@ -1,0 +1,149 @@
+"""The peak of a step of several graphs: by hand, against a ledger of what is in memory, and against one whole graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import ssdtrain_fx
+from ssdtrain_fx import OffloadConfig, Report
+from ssdtrain_fx.passes.planning.chain_memory import ChainMemory, Half, in_a_row, peak_of_chain
+from ssdtrain_fx.passes.planning.plan import Keep, Plan
+from ssdtrain_fx.testing import toy_hardware
+
+
+def test_the_example_of_the_module() -> None:
+    graph = ChainMemory(forward_bytes=10, held_bytes=6, backward_bytes=9)
+    assert peak_of_chain([graph, graph], in_a_row(2)) == 16
+    assert in_a_row(2) == [(0, "forward"), (1, "forward"), (1, "backward"), (0, "backward")]
+
+
+def test_gradients_stay_and_are_made_once_for_all_micro_batches() -> None:
+    graph = ChainMemory(forward_bytes=1, backward_bytes=10, gradient_bytes=4)
+    assert peak_of_chain([graph, graph], in_a_row(2)) == 14
+    assert peak_of_chain([graph, graph], in_a_row(2), keep_gradients=False) == 10
+    assert peak_of_chain([graph], 3 * in_a_row(1)) == 14
+
+
+def test_a_stage_of_a_pipeline_holds_results() -> None:
+    graph = ChainMemory(forward_bytes=5, held_bytes=2, backward_bytes=5, result_bytes=3)
+    order = [Half(0, "forward"), Half(0, "forward"), Half(0, "backward"), Half(0, "backward")]
+    assert peak_of_chain([graph], order) == 2 + 5
+    assert peak_of_chain([graph], order, keep_results=True) == (2 + 3) + 3 + 5
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[list[ChainMemory], list[Half]]:
+    """Graphs, and an order in which each backward comes after a forward of the same graph."""
+    number = st.integers(0, 8)
+    count = draw(st.integers(1, 3))
+    graphs = [ChainMemory(*(draw(number) for _ in dataclasses.fields(ChainMemory))) for _ in range(count)]
+    order: list[Half] = []
+    open_runs: list[int] = []
+    for graph in draw(st.lists(st.integers(0, count - 1), max_size=6)):
+        while open_runs and draw(st.booleans()):
+            order.append(Half(open_runs.pop(draw(st.integers(0, len(open_runs) - 1))), "backward"))
+        order.append(Half(graph, "forward"))
+        open_runs.append(graph)
+    order += [Half(graph, "backward") for graph in draw(st.permutations(open_runs))]
+    return graphs, order
+
+
+@given(chains(), st.booleans(), st.booleans())
+def test_the_peak_is_the_highest_sum_of_what_is_in_memory(
+    chain: tuple[list[ChainMemory], list[Half]], keep_gradients: bool, keep_results: bool
+) -> None:
+    graphs, order = chain
+    in_memory: list[tuple[str, int, int]] = []
+    highest = 0
+    for idx, phase in order:
+        graph = graphs[idx]
+        if phase == "backward":
+            in_memory.remove(("held", idx, graph.held_bytes))
+        others = sum(size_bytes for _, _, size_bytes in in_memory)
+        highest = max(highest, others + (graph.forward_bytes if phase == "forward" else graph.backward_bytes))
+        if phase == "forward":
+            in_memory.append(("held", idx, graph.held_bytes))
+            if keep_results:
+                in_memory.append(("result", idx, graph.result_bytes))
+            continue
+        if keep_results:
+            in_memory.remove(("result", idx, graph.result_bytes))
+        if keep_gradients and ("gradient", idx, graph.gradient_bytes) not in in_memory:
+            in_memory.append(("gradient", idx, graph.gradient_bytes))
+    assert peak_of_chain(graphs, order, keep_gradients=keep_gradients, keep_results=keep_results) == highest
+
+
+class Cut(nn.Module):
+    """Layers of different widths with a graph break between them, and a loss in the last graph."""
+
+    def __init__(self, widths: Sequence[int], is_cut: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(widths))
+        self.is_cut = is_cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x)) + 1
+        if self.is_cut:
+            torch._dynamo.graph_break()
+        x = torch.tanh(self.layers[1](x)) + 1
+        if self.is_cut:
+            torch._dynamo.graph_break()
+        x = torch.tanh(self.layers[2](x)) + 1
+        return x.square().sum()
+
+
+def explain_cut(widths: Sequence[int], is_cut: bool, **options: Any) -> Report:
+    torch._dynamo.reset()
+    hardware = toy_hardware(disk_bytes_per_s=1e9, kernel_s=1e-3)
+    config = OffloadConfig(inner="aot_eager", min_tensor_bytes=0, hardware=hardware, **options)
+    return ssdtrain_fx.explain(Cut(widths, is_cut), torch.zeros(64, widths[0]), config=config)
+
+
+WIDTHS = [[64, 64, 64, 64], [16, 256, 32, 64], [64, 32, 256, 16], [256, 16, 16, 256]]
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_cut_into_graphs_a_step_has_the_peak_of_the_whole_graph(widths: list[int]) -> None:
+    """The oracle is the live intervals of the whole graph, in which no value crosses from one graph to another."""
+    whole, cut = explain_cut(widths, False), explain_cut(widths, True)
+    assert (len(whole.graphs), len(cut.graphs)) == (1, 3)
+    assert cut.step_peak_bytes[0] == pytest.approx(whole.step_peak_bytes[0], abs=4)  # the loss
+
+
+def test_a_report_on_several_graphs_begins_with_the_step() -> None:
+    report = explain_cut([64] * 4, True, policy="all")
+    before, after = report.step_peak_bytes
+    assert max(graph.plan.chain_after.backward_bytes for graph in report.graphs) <= after < before
+    assert str(report).startswith("a step runs 3 graphs; predicted activation peak of the step ")
+    assert explain_cut([64] * 4, False).step_summary() == ""
+    again = Report.from_json(report.to_json())
+    assert again.step_peak_bytes == report.step_peak_bytes
+    plan = report.graphs[1].plan
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_moves_is_not_held() -> None:
+    plan = explain_cut([64] * 4, True, policy="all").graphs[1].plan
+    assert plan.chain_before.held_bytes - plan.chain_after.held_bytes == plan.offloaded_bytes > 0
+    assert plan.chain_after.gradient_bytes == 64 * 64 * 4 + 64 * 4
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_stage_holds_what_its_plan_keeps(inner: str) -> None:
+    """The last kernel of a fused forward stands at its end; what only it reads is not held."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, norm_first=True)
+    hardware = toy_hardware(disk_bytes_per_s=1e6, kernel_s=1e-3)
+    config: Any = {"inner": inner, "min_tensor_bytes": 0, "hardware": hardware, "forwards_in_flight": 4}
+    plan = ssdtrain_fx.explain(nn.Sequential(layer), torch.zeros(4, 16, 32), config=OffloadConfig(**config)).plan
+    kept = [one.size_bytes for one in plan.storages if isinstance(one.decision, Keep) and not one.is_input]
+    assert plan.chain_after.held_bytes == sum(kept) > 0
+    assert plan.chain_after.result_bytes == 4 * 16 * 32 * 4

@@ -219,7 +219,7 @@ def test_checksums(sim: Simulator, ssd_dir: str) -> None:
 @pytest.mark.quick_on_cuda
 def test_a_chain_of_graphs(sim: Simulator, ssd_dir: str) -> None:
     sim.configure(seed=13, default_us=100, side_us=300, percent=30)
-    moved = compare(ssd_dir, "gpt", regional=True)
+    compare(ssd_dir, "gpt", regional=True)
 
 
 def test_tensors_that_leave_after_their_graph(sim: Simulator, ssd_dir: str) -> None:

@@ -218,6 +218,19 @@ def test_what_the_compiler_alone_does_is_told_apart(
     assert failed.result == "the inner compiler alone fails: ValueError: not today"
 
 
+def test_a_gradient_that_the_compiler_alone_gets_wrong_is_told_apart(
+    steps: ModuleType, ssd_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def differs(x: Tensor) -> Tensor:
+        return torch.tanh(x) if torch.compiler.is_compiling() else 100 * torch.tanh(x)
+
+    monkeypatch.setattr(steps, "operators", lambda: {"differs": Operator(differs)})
+    monkeypatch.setitem(steps.PASSES, "aot_eager", return_zeros_instead)
+    assert steps.check("differs", "float32", ssd_dir=ssd_dir).result.startswith(
+        "the inner compiler alone is far from eager PyTorch: "
+    )
+
+
 @pytest.mark.parametrize(
     ("result", "cause", "is_as_expected"),
     [

@@ -216,10 +216,13 @@ def test_checksums(sim: Simulator, ssd_dir: str) -> None:
     compare(ssd_dir, "mlp", checksum=True)
 
 
+@pytest.mark.parametrize("reads_in_time", [True, False])
 @pytest.mark.quick_on_cuda
-def test_a_chain_of_graphs(sim: Simulator, ssd_dir: str) -> None:
+def test_a_chain_of_graphs(sim: Simulator, ssd_dir: str, reads_in_time: bool) -> None:
     sim.configure(seed=13, default_us=100, side_us=300, percent=30)
-    compare(ssd_dir, "gpt", regional=True)
+    hardware = ONLY_DISK if reads_in_time else dataclasses.replace(ONLY_DISK, read=Channel(bytes_per_s=1e3))
+    moved = compare(ssd_dir, "gpt", regional=True, hardware=hardware)
+    assert (moved.ahead_bytes == 0) is reads_in_time
 
 
 def test_tensors_that_leave_after_their_graph(sim: Simulator, ssd_dir: str) -> None:

@@ -104,8 +104,8 @@ class Cut(nn.Module):
 def explain_cut(widths: Sequence[int], is_cut: bool, **options: Any) -> Report:
     torch._dynamo.reset()
     hardware = toy_hardware(disk_bytes_per_s=1e9, kernel_s=1e-3)
-    config = OffloadConfig(inner="aot_eager", min_tensor_bytes=0, hardware=hardware, **options)
-    return ssdtrain_fx.explain(Cut(widths, is_cut), torch.zeros(64, widths[0]), config=config)
+    config: Any = {"inner": "aot_eager", "min_tensor_bytes": 0, "hardware": hardware, **options}
+    return ssdtrain_fx.explain(Cut(widths, is_cut), torch.zeros(64, widths[0]), config=OffloadConfig(**config))
 
 
 WIDTHS = [[64, 64, 64, 64], [16, 256, 32, 64], [64, 32, 256, 16], [256, 16, 16, 256]]
@@ -137,13 +137,40 @@ def test_what_moves_is_not_held() -> None:
     assert plan.chain_after.gradient_bytes == 64 * 64 * 4 + 64 * 4
 
 
+def test_what_each_half_needs_by_hand() -> None:
+    """tanh(x @ w + b) + 1, with values of 64 x 64: backward reads the tanh and the input, which other graphs make."""
+    value, gradients = 64 * 64 * 4, 64 * 64 * 4 + 64 * 4
+    first, second, _ = (graph.plan.chain_before for graph in explain_cut([64] * 4, True).graphs)
+    # Forward: the tanh and the sum. Backward: the tanh, the gradient that comes in, and that of the product.
+    assert first == ChainMemory(2 * value, value, 3 * value, value, gradients)
+    # The input comes in addition. It counts from the beginning, and backward reads it.
+    assert second == ChainMemory(3 * value, 2 * value, 4 * value, value, gradients)
+
+
+def test_what_is_read_ahead_counts_in_the_backward_before() -> None:
+    slow = toy_hardware(disk_bytes_per_s=1e3, kernel_s=1e-3)
+    plan = explain_cut([64] * 4, True, policy="all", hardware=slow).graphs[1].plan
+    assert plan.chain_after.backward_bytes == plan.chain_before.backward_bytes + 64 * 64 * 4
+
+
+def explain_stage(inner: str, **options: Any) -> Plan:
+    """Two layers of a transformer as a stage of a pipeline, whose input is data."""
+    layers = (nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2))
+    hardware = toy_hardware(disk_bytes_per_s=1e6, kernel_s=1e-3)
+    config: Any = {"inner": inner, "min_tensor_bytes": 0, "hardware": hardware, "forwards_in_flight": 4, **options}
+    return ssdtrain_fx.explain(nn.Sequential(*layers), torch.zeros(4, 16, 32), config=OffloadConfig(**config)).plan
+
+
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_stage_holds_what_its_plan_keeps(inner: str) -> None:
     """The last kernel of a fused forward stands at its end; what only it reads is not held."""
-    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, norm_first=True)
-    hardware = toy_hardware(disk_bytes_per_s=1e6, kernel_s=1e-3)
-    config: Any = {"inner": inner, "min_tensor_bytes": 0, "hardware": hardware, "forwards_in_flight": 4}
-    plan = ssdtrain_fx.explain(nn.Sequential(layer), torch.zeros(4, 16, 32), config=OffloadConfig(**config)).plan
+    plan = explain_stage(inner)
     kept = [one.size_bytes for one in plan.storages if isinstance(one.decision, Keep) and not one.is_input]
     assert plan.chain_after.held_bytes == sum(kept) > 0
     assert plan.chain_after.result_bytes == 4 * 16 * 32 * 4
+
+
+def test_before_the_plan_nothing_is_recomputed() -> None:
+    plan = explain_stage("inductor", max_slowdown=1.0)
+    assert plan.recomputed
+    assert plan.chain_before == explain_stage("inductor", recompute=False).chain_before

@@ -56,11 +56,15 @@ class Graph:
         self.engine.wait_until_idle()
         return tokens
 
-    def backward(self, tokens: dict[str, Tensor], value: float) -> None:
+    def backward(self, tokens: dict[str, Tensor], value: float) -> list[list[str]]:
+        """Returns what is being read ahead after each wait."""
+        ahead: list[list[str]] = []
         for name in self.order:
             y = self.engine.reload(tokens[name], (SIZE,), (1,), torch.float32, CPU)
             self.engine.wait(y, tokens[name])
             assert torch.equal(y, torch.full((SIZE,), float(value + NAMES.index(name))))
+            ahead.append(ahead_of(self.engine))
+        return ahead
 
 
 def ahead_of(engine: Engine) -> list[str]:
@@ -86,12 +90,7 @@ def test_backward_reads_ahead_for_the_run_before_no_more_than_it_has_used(engine
     run 1                             ^ c             ^ b            (the tensor waited for last may be in use)``"""
     graph = Graph(engine)
     first, second = graph.forward(10), graph.forward(20)
-    seen: list[list[str]] = []
-    for name in "cba":
-        y = engine.reload(second[name], (SIZE,), (1,), torch.float32, CPU)
-        engine.wait(y, second[name])
-        seen.append(ahead_of(engine))
-    assert seen == [[], ["c"], ["b", "c"]]
+    assert graph.backward(second, 20) == [[], ["c"], ["b", "c"]]
     graph.backward(first, 10)
     assert engine.statistics().ahead_bytes == 2 * SIZE_BYTES
     assert engine.statistics().reloads == 6
@@ -116,12 +115,7 @@ def test_with_a_plan_reads_begin_as_late_as_the_next_backward_permits(
     plan = {name: {"lead_s": lead_s.get(name, 0.0), "left_s": left_s[name]} for name in NAMES}
     graph = Graph(engine, plan=plan)
     first, second = graph.forward(10), graph.forward(20)
-    found: list[list[str]] = []
-    for name in "cba":
-        y = engine.reload(second[name], (SIZE,), (1,), torch.float32, CPU)
-        engine.wait(y, second[name])
-        found.append(ahead_of(engine))
-    assert found == seen
+    assert graph.backward(second, 20) == seen
     graph.backward(first, 10)
     assert engine.statistics().ahead_bytes == len(seen[-1]) * SIZE_BYTES
 

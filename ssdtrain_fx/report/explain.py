@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,8 +66,11 @@ def explain(
         for step in steps
         if step.timeline is not None  # never None here: observed steps have one
     )
+    report = Report(graphs, rated_endurance_bytes)
     memory = memory_stats()
-    measured = None
-    if memory.planned_peak_bytes:
-        measured = MeasuredPeak(memory.allocated_peak_bytes, memory.planned_peak_bytes)
-    return Report(graphs, rated_endurance_bytes, measured)
+    if not memory.planned_peak_bytes:
+        return report
+    planned_bytes = memory.planned_peak_bytes
+    if len(graphs) > 1:  # the runtime only knows the plan of each graph, and a step of several holds more
+        planned_bytes = max(planned_bytes, report.step_peak_bytes[1])
+    return dataclasses.replace(report, measured=MeasuredPeak(memory.allocated_peak_bytes, planned_bytes))

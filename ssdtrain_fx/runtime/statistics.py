@@ -74,7 +74,8 @@ class Statistics:
     allocated_peak_bytes: int = 0
     """The most memory that compiled steps on a CPU have used at a time; more in ``memory_stats()``."""
     planned_peak_bytes: int = 0
-    """What their plans predict: the highest of all graphs that have run."""
+    """What their plans predict: the highest of all graphs that have run. A step of several graphs needs more than each
+    of them: ``explain(...).step_peak_bytes``."""
     write_bytes_per_s: float | None = None
     """Rate of the disk in one direction while the other direction is idle, averaged over the last transfers; None until
     enough transfers were in flight together to keep it busy."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +118,18 @@ def test_cut_into_graphs_a_step_has_the_peak_of_the_whole_graph(widths: list[int
     whole, cut = explain_cut(widths, False), explain_cut(widths, True)
     assert (len(whole.graphs), len(cut.graphs)) == (1, 3)
     assert cut.step_peak_bytes[0] == pytest.approx(whole.step_peak_bytes[0], abs=4)  # the loss
+
+
+def test_what_is_measured_is_compared_with_the_plan_of_the_whole_step(tmp_path: Path) -> None:
+    hardware = toy_hardware(disk_bytes_per_s=1e9, kernel_s=1e-3)
+    config = OffloadConfig(inner="aot_eager", policy="all", min_tensor_bytes=0, hardware=hardware, ssd_dir=tmp_path)
+    model = Cut([64] * 4, True)
+    torch._dynamo.reset()
+    ssdtrain_fx.reset_peak_memory_stats()
+    torch.compile(model, backend=ssdtrain_fx.backend(config))(torch.zeros(64, 64)).backward()
+    report = ssdtrain_fx.explain(model, torch.zeros(64, 64), config=config)
+    assert report.measured is not None
+    assert report.measured.planned_bytes == report.step_peak_bytes[1] > ssdtrain_fx.memory_stats().planned_peak_bytes
 
 
 def test_a_report_on_several_graphs_begins_with_the_step() -> None:

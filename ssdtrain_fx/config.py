@@ -45,7 +45,7 @@ Inner = Literal["inductor", "aot_eager"]
 PolicyName = Literal["auto", "all"]
 AutomaticBudget = Literal["auto"]
 Replan = Literal["off", "auto"]
-Costs = Literal["roofline", "measured"]
+Costs = Literal["roofline", "measured", "steps"]
 ChunkLoss = Literal["off", "auto"]
 
 SHARE_IN_TRANSIT = 1 / 8
@@ -168,7 +168,11 @@ class OffloadConfig:
     ``measured`` runs ops alone on this machine, once for each op and layout: those that Inductor takes from libraries
     (matrix products, convolutions, attention), or every op with ``inner="aot_eager"``. Ops that Inductor fuses keep
     their roofline time. The times are stored next to the hardware profiles, so the next compilation measures nothing
-    and makes the same plan. To measure again, delete ``node-times-*.json`` there."""
+    and makes the same plan. To measure again, delete ``node-times-*.json`` there.
+
+    ``steps``, on a CPU: as by roofline, times what steps of an earlier process took in comparison. Steps are measured
+    while they run. The first process plans by roofline; the next one compiles once more, with what was measured. The
+    ratios are stored in ``step-times-*.json``."""
 
     chunk_loss: int | ChunkLoss = "off"
     """Compute the loss in chunks of rows, so that the logits and their gradient, which are the peak with a large
@@ -345,12 +349,12 @@ class OffloadConfig:
         return self._own_host_budget_bytes or hardware.staging_bytes or CPU_BUDGET_BYTES * drive_count
 
     def load_call_times(self, device: str) -> CallTimes | None:
-        """The measured times of ops on ``device``, such as ``cpu`` or ``cuda``; None with ``costs="roofline"``.
+        """The measured times of ops on ``device``, such as ``cpu`` or ``cuda``; None unless ``costs="measured"``.
 
         Raises:
             ConfigError: there is no such device here.
         """
-        if self.costs == "roofline":
+        if self.costs != "measured":
             return None
         from ssdtrain_fx.machine.call_times import load_call_times
 

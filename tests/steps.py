@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.utils import run_and_get_code
@@ -35,6 +35,9 @@ class Autocast(nn.Module):
     def forward(self, *inputs: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return self.model(*inputs)
+
+
+EMPTY_GRAPH = fx.GraphModule({}, fx.Graph())
 
 
 def machine(disk_bytes_per_s: float) -> Hardware:

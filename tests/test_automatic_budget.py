@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import FAST_DISK
+from steps import EMPTY_GRAPH, FAST_DISK
 from test_training_loops import Tower
 
 from ssdtrain_fx import OffloadConfig, backend, config, explain
@@ -191,10 +191,10 @@ def automatic(**options: Any) -> OffloadConfig:
 
 def test_the_key_of_compile_caches_has_the_number(leave: Callable[[int], None]) -> None:
     def uuid(**options: Any) -> str:
-        return OffloadPartitioner(automatic(**options), [torch.ones(1)]).uuid()
+        return OffloadPartitioner(automatic(**options), EMPTY_GRAPH, [torch.ones(1)]).uuid()
 
     def state() -> bytes:
-        return pickle.dumps(OffloadPartitioner(automatic(), [torch.ones(1)], on_warning=lambda: None))
+        return pickle.dumps(OffloadPartitioner(automatic(), EMPTY_GRAPH, [torch.ones(1)], on_warning=lambda: None))
 
     leave(1000 * MIB)
     large, state_of_large = uuid(), state()
@@ -209,7 +209,7 @@ def test_the_key_of_compile_caches_has_the_number(leave: Callable[[int], None]) 
 def test_key_and_plan_have_the_same_number(leave: Callable[[int], None]) -> None:
     """Inductor copies its settings. Less memory may be left when the copy makes its key or its plan."""
     leave(1000 * MIB)
-    partitioner = OffloadPartitioner(automatic(), [torch.ones(1)])
+    partitioner = OffloadPartitioner(automatic(), EMPTY_GRAPH, [torch.ones(1)])
     uuid = partitioner.uuid()
     leave(500 * MIB)
     copied = copy.deepcopy(partitioner)

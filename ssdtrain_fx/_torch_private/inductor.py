@@ -246,10 +246,11 @@ def _run_in_step_memory() -> None:
         generate_end(self, result)
         is_inlined = isinstance(self, SubgraphPythonWrapperCodegen)
         if isinstance(V.choices, FuseWithinLevels) and not V.graph.cpp_wrapper and not is_inlined:
+            arguments = ", ".join(f"{name}={value!r}" for name, value in V.choices.step_memory.items())
             result.splice(
                 f"""
                 from {STEP_MEMORY_MODULE} import in_step_memory as ssdtrain_in_step_memory
-                call = ssdtrain_in_step_memory(call, planned_peak_bytes={V.choices.planned_peak_bytes})
+                call = ssdtrain_in_step_memory(call, {arguments})
                 """
             )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -16,15 +16,15 @@ __all__ = ["FuseWithinLevels", "fusing_as_planned"]
 
 
 @contextmanager
-def fusing_as_planned(own_ops: frozenset[Any], stored: str, planned_peak_bytes: int) -> Generator[None]:
+def fusing_as_planned(own_ops: frozenset[Any], stored: str, step_memory: Mapping[str, Any]) -> Generator[None]:
     """Compile graphs in which kernels are fused only where the plan counts them as one.
 
     Args:
         own_ops: the ops that move tensors; they are not kernels.
         stored: a key in the metadata of nodes whose result must be in memory from their position on.
-        planned_peak_bytes: the peak that the plan predicts; the generated code records it.
+        step_memory: the arguments of ``in_step_memory`` besides the code, for the generated code. Literals.
     """
-    with V.set_choices_handler(cast(Any, FuseWithinLevels(V.choices, own_ops, stored, planned_peak_bytes))):
+    with V.set_choices_handler(cast(Any, FuseWithinLevels(V.choices, own_ops, stored, step_memory))):
         yield
 
 
@@ -46,8 +46,8 @@ class FuseWithinLevels:
     Where our ops are placed between the kernels that Inductor chooses alone, these rules do not hold.
     """
 
-    def __init__(self, inner: Any, own_ops: frozenset[Any], stored: str, planned_peak_bytes: int) -> None:
-        self.planned_peak_bytes = planned_peak_bytes
+    def __init__(self, inner: Any, own_ops: frozenset[Any], stored: str, step_memory: Mapping[str, Any]) -> None:
+        self.step_memory = step_memory
         self._inner = inner
         self._own_ops = own_ops
         self._stored = stored

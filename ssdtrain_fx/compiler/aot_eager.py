@@ -8,11 +8,13 @@ from typing import Any
 from torch import fx
 
 from ssdtrain_fx import _torch_private
+from ssdtrain_fx.compiler.calibration import Calibration
 from ssdtrain_fx.compiler.inlined_hooks import hooks_need_saved_tensors
-from ssdtrain_fx.config import OffloadConfig, device_of
+from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.passes.analysis.chains import find_activation_inputs
 from ssdtrain_fx.passes.graph.op_targets import RELEASE, RELOAD, WAIT, find
 from ssdtrain_fx.passes.pipeline import OffloadedStep, offload_saved_tensors
+from ssdtrain_fx.passes.planning.plan import Plan
 from ssdtrain_fx.passes.planning.step_budget import StepBudget
 from ssdtrain_fx.runtime.memory.step_memory import in_step_memory, keep_memory_for
 
@@ -34,8 +36,9 @@ def compile_with_aot_eager(
         budget: what ``config.find_budget`` has found earlier. None: it is called now.
     """
 
-    planned_peak_bytes = 0
-    device, activation_inputs = device_of(example_inputs), find_activation_inputs(example_inputs)
+    plan: Plan | None = None
+    calibration = Calibration(config, gm, example_inputs)
+    device, activation_inputs = calibration.device, find_activation_inputs(example_inputs)
     # Imported here: it imports Dynamo, which takes as long as torch itself. Who compiles has imported it already.
     from functorch.compile import min_cut_rematerialization_partition
 
@@ -45,7 +48,7 @@ def compile_with_aot_eager(
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if hooks_need_saved_tensors():
             return forward, backward
-        hardware = config.load_hardware(device)
+        hardware = calibration.hardware
         step = offload_saved_tensors(
             forward,
             backward,
@@ -58,9 +61,9 @@ def compile_with_aot_eager(
             activation_inputs=activation_inputs,
         )
         if observe is not None:
-            observe(step)
-        nonlocal planned_peak_bytes
-        planned_peak_bytes = step.plan.peak_after_bytes
+            observe(calibration.describe(step))
+        nonlocal plan
+        plan = step.plan
         for node in (*find(step.backward.graph, RELOAD), *find(step.backward.graph, WAIT)):
             # No code is compiled for a layout here, so reload what forward really made. Metadata can be wrong: under
             # autocast on CPU, native_layer_norm claims float32 for the statistics that it returns as bfloat16.
@@ -70,9 +73,12 @@ def compile_with_aot_eager(
 
     def compile_half(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         run = run_node_by_node(gm, example_inputs)
-        if not find(gm.graph, RELEASE) and not find(gm.graph, RELOAD):
+        is_forward = bool(find(gm.graph, RELEASE))
+        if plan is None or not (is_forward or find(gm.graph, RELOAD)):
             return run
-        run = in_step_memory(run, planned_peak_bytes=planned_peak_bytes)
+        forward, backward = calibration.halves(plan)
+        timed = forward if is_forward else backward
+        run = in_step_memory(run, planned_peak_bytes=plan.peak_after_bytes, timed=timed)
         run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return run
 

@@ -29,6 +29,7 @@ from ssdtrain_fx import _torch_private
 from ssdtrain_fx._torch_private import inductor as private
 from ssdtrain_fx._torch_private.inductor_fusion import fusing_as_planned
 from ssdtrain_fx._torch_private.inductor_mutations import keeping_writers_in_front
+from ssdtrain_fx.compiler.calibration import Calibration
 from ssdtrain_fx.compiler.chunk_loss import LossChunking
 from ssdtrain_fx.compiler.dry_run import compile_to_zeros
 from ssdtrain_fx.compiler.inlined_hooks import hooks_need_saved_tensors
@@ -52,8 +53,8 @@ log = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[1]
 """Where the source of all passes and of the runtime is."""
 
-PLANNED_PEAK = "ssdtrain_planned_peak_bytes"
-"""Key in the metadata of the output of both halves of a step."""
+STEP_MEMORY = "ssdtrain_step_memory"
+"""Key in the metadata of the output of both halves of a step: the arguments of ``in_step_memory`` besides the code."""
 
 Observer = Callable[[OffloadedStep], None]
 
@@ -76,6 +77,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
     def __init__(
         self,
         config: OffloadConfig,
+        gm: fx.GraphModule,
         example_inputs: Sequence[Any],
         observe: Observer | None = None,
         *,
@@ -92,7 +94,8 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         """
         # This object must not hold tensors, because it is pickled.
         self.config = config
-        self.device = device_of(example_inputs)
+        self.calibration = Calibration(config, gm, example_inputs)
+        self.device = self.calibration.device
         self.activation_inputs = find_activation_inputs(example_inputs)
         # Found once: the key of the compile caches and the plan must have the same budget.
         self.budget = config.find_budget(example_inputs) if budget is None else budget
@@ -121,10 +124,9 @@ class OffloadPartitioner(private.CustomPartitionerFn):
             "chunking": None,
         }
 
-    @functools.cached_property
+    @property
     def hardware(self) -> Hardware:
-        """Loaded when a graph is partitioned. A graph without gradients needs no profile."""
-        return self.config.load_hardware(self.device)
+        return self.calibration.hardware
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -157,9 +159,13 @@ class OffloadPartitioner(private.CustomPartitionerFn):
         if step.warning:
             log.warning("%s", step.warning)
         if self.observe is not None:
-            self.observe(step)
-        for half in (step.forward, step.backward):
-            half.graph.output_node().meta[PLANNED_PEAK] = step.plan.peak_after_bytes
+            self.observe(self.calibration.describe(step))
+        timed = self.calibration.halves(step.plan)
+        for half, timed_half in zip((step.forward, step.backward), timed, strict=True):
+            half.graph.output_node().meta[STEP_MEMORY] = {
+                "planned_peak_bytes": step.plan.peak_after_bytes,
+                "timed": None if timed_half is None else tuple(timed_half),
+            }
         if self.on_rewrite is not None and any(_is_rewritten(half.graph) for half in (step.forward, step.backward)):
             self.on_rewrite(*plain[step.forward])
         if (step.warning or self.chunking.has_warned) and self.on_warning is not None:
@@ -271,8 +277,8 @@ class _CompileBothHalves:
                 stack.enter_context(self.plain.computing_alike(gm, example_inputs, **kwargs))
             if _is_rewritten(gm.graph):
                 stack.enter_context(private.settings(**private.SETTINGS_OF_MOVING_GRAPHS))
-                planned_peak_bytes = gm.graph.output_node().meta[PLANNED_PEAK]
-                stack.enter_context(fusing_as_planned(frozenset(OPS), STORED, planned_peak_bytes))
+                step_memory = gm.graph.output_node().meta[STEP_MEMORY]
+                stack.enter_context(fusing_as_planned(frozenset(OPS), STORED, step_memory))
             code = private.compile_fx_inner(gm, example_inputs, **kwargs)
         if site_by_token:
             strides = private.offload_strides_in(code, OFFLOAD, hints)
@@ -331,7 +337,7 @@ def compile_with_inductor(
             layouts.plain_digest = halves.plain.digest
 
     partitioner = OffloadPartitioner(
-        config, example_inputs, observe, budget=budget, on_warning=note_warning, on_rewrite=note_plain
+        config, gm, example_inputs, observe, budget=budget, on_warning=note_warning, on_rewrite=note_plain
     )
     patches: dict[str, Any] = {
         "custom_partitioner_fn": partitioner,
@@ -363,7 +369,7 @@ def trace_with_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: OffloadConfig, *, observe: Observer
 ) -> Any:
     """Run Inductor up to the partitioner. The result computes nothing and returns zeros."""
-    partitioner = OffloadPartitioner(config, example_inputs, observe)
+    partitioner = OffloadPartitioner(config, gm, example_inputs, observe)
     with partitioner.chunking.active():
         return _trace(gm, example_inputs, partitioner, **partitioner.chunking.settings())
 

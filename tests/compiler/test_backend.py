@@ -48,8 +48,8 @@ def test_an_unknown_option_lists_the_valid_ones() -> None:
     [
         ("inner", "eager", "one of 'inductor', 'aot_eager'"),
         ("policy", "some", "one of 'auto', 'all'"),
-        ("costs", "exact", "one of 'roofline', 'measured'"),
-        ("costs", True, "one of 'roofline', 'measured'"),
+        ("costs", "exact", "one of 'roofline', 'measured', 'steps'"),
+        ("costs", True, "one of 'roofline', 'measured', 'steps'"),
         ("replan", "on", "one of 'off', 'auto'"),
         ("io", "gds", "one of 'auto', 'posix', 'aio', 'kvikio'"),
         ("min_tensor_bytes", -1, "at least 0"),

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from steps import FAST_DISK, small_model
+from steps import EMPTY_GRAPH, FAST_DISK, small_model
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from ssdtrain_fx import ConfigError, OffloadConfig, Report, backend, explain
 from ssdtrain_fx.cli import app
 from ssdtrain_fx.machine import call_times
-from ssdtrain_fx.machine.call_times import CallTimes, TimesKey, load_call_times, times_key
+from ssdtrain_fx.machine.call_times import CallTimes, load_call_times
+from ssdtrain_fx.machine.keyed_file import TimesKey, times_key
 from ssdtrain_fx.passes.analysis.node_calls import Call, Seconds, TensorLayout
 from ssdtrain_fx.passes.graph.graph_json import to_json
 from ssdtrain_fx.report.pass_runner import run_pass
@@ -324,7 +325,7 @@ def test_processes_with_the_same_file_make_the_same_plan(inner: str, directory: 
 def uuid_of(**options: Any) -> str:
     from ssdtrain_fx.compiler.inductor import OffloadPartitioner
 
-    return OffloadPartitioner(OffloadConfig(hardware=FAST_DISK, **options), [torch.ones(1)]).uuid()
+    return OffloadPartitioner(OffloadConfig(hardware=FAST_DISK, **options), EMPTY_GRAPH, [torch.ones(1)]).uuid()
 
 
 def test_compile_caches_tell_costs_and_generations_apart(directory: Path) -> None:

@@ -109,9 +109,14 @@ class CostSources:
     roofline: int = 0
     unmeasured: tuple[Unmeasured, ...] = ()
     """The nodes counted in ``roofline`` that should have been measured, but could not be."""
+    roofline_ratio: float | None = None
+    """With ``costs="steps"``, once steps were measured: how many times as long they computed as by roofline. The
+    seconds of every node are multiplied by it."""
 
     def __str__(self) -> str:
         text = f"seconds per node: {self.measured} measured, {self.roofline} by roofline"
+        if self.roofline_ratio is not None:
+            text += f", times {self.roofline_ratio:.2f} as in earlier steps"
         if self.unmeasured:
             text += "; not measured: " + ", ".join(f"{one.nodes} x {one.op} ({one.reason})" for one in self.unmeasured)
         return text

@@ -31,6 +31,7 @@ from ssdtrain_fx import _torch_private
 from ssdtrain_fx._torch_private.arena import MIN_BYTES, ArenaLibrary, ArenaUnavailableError, load_arena_library
 from ssdtrain_fx.fork_safe_lock import ForkSafeLock
 from ssdtrain_fx.runtime.alignment import ALIGNMENT_BYTES, round_up
+from ssdtrain_fx.runtime.step_clock import TimedHalf, step_clock
 
 log = logging.getLogger(__name__)
 
@@ -154,12 +155,16 @@ def keep_memory_for(step: Step) -> Step:
     return step
 
 
-def in_step_memory(call: Callable[[Any], Any], *, planned_peak_bytes: int) -> Callable[[Any], Any]:
+def in_step_memory(
+    call: Callable[[Any], Any], *, planned_peak_bytes: int, timed: Sequence[Any] | None = None
+) -> Callable[[Any], Any]:
     """``call``, a compiled graph, with its memory from the arena. Code that Inductor generates calls this.
 
-    ``planned_peak_bytes`` is the peak that the plan predicts for the step.
+    Args:
+        planned_peak_bytes: the peak that the plan predicts for the step.
+        timed: the fields of a ``TimedHalf``: then its time is measured. None: it is not.
     """
-
+    run_graph = call if timed is None else functools.partial(step_clock.run, TimedHalf(*timed), call)
     is_first, graph = True, next(_graphs)
 
     @functools.wraps(call)
@@ -167,7 +172,7 @@ def in_step_memory(call: Callable[[Any], Any], *, planned_peak_bytes: int) -> Ca
         nonlocal is_first
         library = step_memory.library
         if library is None:
-            return call(args)
+            return run_graph(args)
         if is_first:
             is_first = False
             step_memory.planned_peak_bytes = max(step_memory.planned_peak_bytes, planned_peak_bytes)
@@ -176,7 +181,7 @@ def in_step_memory(call: Callable[[Any], Any], *, planned_peak_bytes: int) -> Ca
         was_inside = False
         try:
             was_inside = library.enter(graph)
-            return call(args)
+            return run_graph(args)
         finally:
             library.leave(was_inside)
 

@@ -18,6 +18,7 @@ from ssdtrain_fx.runtime.book.traffic import Direction
 from ssdtrain_fx.runtime.memory.movers import Mark, Mover
 from ssdtrain_fx.runtime.policy.patience import BLOCK_S, Clock, Patience
 from ssdtrain_fx.runtime.policy.room import Room
+from ssdtrain_fx.runtime.step_clock import step_clock
 
 
 class Lane(Protocol):
@@ -177,6 +178,7 @@ class Stalls:
         """Charge a stall of ``entry`` that has ended, less what was planned or already charged. The host has waited for
         ``passed_s``."""
         ledger = self._ledger
+        step_clock.waited_s += passed_s
         if ledger.trace is not None:
             ledger.trace.add_stall(entry, passed_s)
         predicted_s = min(entry.prepaid_s, stall_s)

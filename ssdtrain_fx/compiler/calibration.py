@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ssdtrain_fx.compiler.replan import has_static_shapes
 from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.pipeline import OffloadedStep
@@ -31,10 +32,15 @@ class Calibration:
     def __init__(self, config: OffloadConfig, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         self.config = config
         self.device = device_of(example_inputs)
-        self._text = _digest(gm, example_inputs) if config.costs == "steps" else ""
-        if self._text and self.device != "cpu":
-            log.warning("costs='steps' measures steps on a CPU only; on this device, costs='roofline' is used instead.")
-            self._text = ""
+        self._text = ""
+        """Digest of what the graph computes. Empty: it is not measured."""
+        if config.costs == "steps":
+            if self.device != "cpu":
+                log.warning(
+                    "costs='steps' measures steps on a CPU only; on this device, costs='roofline' is used instead."
+                )
+            elif has_static_shapes(example_inputs):  # with others, a step may take any time
+                self._text = _digest(gm, example_inputs)
         self.roofline_ratio: float | None = None
         """Measured seconds as a multiple of those by roofline. None: not measured, or not asked for."""
         self._graph = ""

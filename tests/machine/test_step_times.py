@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from steps import FAST_DISK
+from steps import EMPTY_GRAPH, FAST_DISK
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig
+from ssdtrain_fx.compiler.calibration import Calibration
 from ssdtrain_fx.machine import step_times
 from ssdtrain_fx.machine.keyed_file import TimesKey
 from ssdtrain_fx.machine.step_times import GraphWatcher, StepTimes
@@ -160,6 +162,25 @@ def test_other_hardware_has_another_ratio(tmp_path: Path, load: Load) -> None:
     assert explain(config).graphs[0].costs.roofline_ratio is not None
     other = dataclasses.replace(config, hardware=FAST_DISK.computing_slower(2.0))
     assert explain(other).graphs[0].costs.roofline_ratio is None
+
+
+def test_steps_of_any_size_are_not_measured(tmp_path: Path, directory: Path, load: Load) -> None:
+    torch._dynamo.reset()
+    config, timed = configure(tmp_path, "aot_eager"), dict(step_clock._runs)
+    compiled = torch.compile(layers(), backend=ssdtrain_fx.backend(config), dynamic=True)
+    for size in range(256, 256 + WARM_UP_COUNT + FIRST_COUNT):
+        compiled(torch.ones(size, 64)).sum().backward()
+    assert step_clock._runs == timed
+    assert not list(directory.glob("step-times-*"))
+
+
+def test_on_another_device_the_roofline_counts(caplog: pytest.LogCaptureFixture) -> None:
+    config = OffloadConfig(costs="steps", hardware=FAST_DISK)
+    with FakeTensorMode():
+        calibration = Calibration(config, EMPTY_GRAPH, [torch.empty(1, device="cuda")])
+    assert "costs='steps' measures steps on a CPU only" in caplog.text
+    assert calibration.hardware == config.load_hardware("cuda")
+    assert calibration.roofline_ratio is None
 
 
 @pytest.mark.parametrize("costs", ["roofline", "measured"])

@@ -226,7 +226,7 @@ def in_pipeline(job: Job, layers: nn.Sequential, backend: Any, config: OffloadCo
         losses: list[Tensor] = []
         inputs = (x,) if rank == 0 else ()
         expected = {"target": target, "losses": losses} if rank == ranks - 1 else {}
-        schedule.step(*inputs, **expected)
+        schedule.step(*inputs, return_outputs=False, **expected)
         return float(sum(loss.item() for loss in losses))
 
     def planned_peak_bytes() -> int:

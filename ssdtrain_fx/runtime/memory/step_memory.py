@@ -53,7 +53,8 @@ class MemoryStats:
     """Memory that the arena holds, in use or free: at most this much of it is resident."""
     reserved_peak_bytes: int = 0
     planned_peak_bytes: int = 0
-    """The largest peak that the plans of the graphs predict that have run. In a chain of graphs, each counts alone."""
+    """The largest peak that the plans of the graphs predict that have run over the same time. In a chain of graphs,
+    each counts alone."""
     fragmentation: float = 0.0
     """How much of the highest end of a tensor was more than ``allocated_peak_bytes``, as a share: holes between
     tensors."""
@@ -107,6 +108,7 @@ class StepMemory:
             self._library.trim()
 
     def reset_peaks(self) -> None:
+        self.planned_peak_bytes = 0
         if self._library is not None:
             self._library.reset_peaks()
 
@@ -173,9 +175,10 @@ def in_step_memory(
         library = step_memory.library
         if library is None:
             return run_graph(args)
+        if planned_peak_bytes > step_memory.planned_peak_bytes:
+            step_memory.planned_peak_bytes = planned_peak_bytes
         if is_first:
             is_first = False
-            step_memory.planned_peak_bytes = max(step_memory.planned_peak_bytes, planned_peak_bytes)
             if graph & (graph - 1) == 0:  # a tenth of a second each: for graphs 1, 2, 4, 8, ... of many
                 _return_garbage_of_compiling()
         was_inside = False

@@ -68,6 +68,20 @@ def test_a_step_uses_the_arena_and_leaves_what_the_caller_holds(inner: str, libr
     assert allocated_bytes() == before
 
 
+@pytest.mark.usefixtures("library")
+def test_a_reset_peak_is_compared_with_the_plans_that_run_after_it() -> None:
+    small, large = (in_step_memory(lambda args: None, planned_peak_bytes=size_bytes) for size_bytes in (10, 20))
+    ssdtrain_fx.reset_peak_memory_stats()
+    planned_bytes = [ssdtrain_fx.memory_stats().planned_peak_bytes]
+    for graph in (small, large, small):
+        graph([])
+        planned_bytes.append(ssdtrain_fx.memory_stats().planned_peak_bytes)
+    assert planned_bytes == [0, 10, 20, 20]
+    ssdtrain_fx.reset_peak_memory_stats()
+    small([])
+    assert ssdtrain_fx.memory_stats().planned_peak_bytes == 10
+
+
 def test_an_exception_in_a_step_leaves_nothing(library: ArenaLibrary) -> None:
     before = allocated_bytes()
 

@@ -78,17 +78,17 @@ def train(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> Rows:
-    rows = [("model", "plan", "moved", "step time", "predicted", "peak", "predicted")]
+    """What was measured, and what the plan predicts as a share of it."""
+    rows = [("model, plan", "moved", "step time (quartiles)", "predicted", "peak", "predicted")]
     for result in results:
-        for name, run in (("by roofline", result["first"]), ("with measured steps", result["second"])):
+        for plan, run in (("roofline", result["first"]), ("steps", result["second"])):
             low_s, median_s, high_s = statistics.quantiles(run["step_s"], n=4)
             time_off = run["planned_step_s"] / median_s
             peak_off = run["planned_peak_bytes"] / run["peak_bytes"]
             kept = f", {run['kept_for_time']} kept" if run["kept_for_time"] else ""
             rows.append(
                 (
-                    f"`{result['model'].rpartition(':')[2]}`",
-                    name,
+                    f"`{result['model'].rpartition(':')[2]}`, {plan}",
                     format_bytes(run["written_bytes_per_step"]) + kept,
                     f"{1e3 * median_s:,.0f} ms ({1e3 * low_s:,.0f} to {1e3 * high_s:,.0f})",
                     f"{time_off:.2f}",
@@ -146,10 +146,10 @@ def main(arguments: list[str]) -> int:
             except subprocess.CalledProcessError as error:
                 failures.append(f"{model}: the process ended with {error.returncode}")
                 continue
+            if chosen.json is not None:  # after each model, so that an interrupt loses only one
+                chosen.json.write_text(json.dumps(results, indent=1))
             progress.print(f"{model}: measured", style="dim")
     Console(width=200).print(rich_table(table(results)))
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(results, indent=1))
     for failure in failures:
         progress.print(failure, markup=False)
     return EXIT_FAILED if failures else 0

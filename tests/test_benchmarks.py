@@ -26,6 +26,7 @@ from steps import FAST_DISK
 import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx.hardware import Channel
+from ssdtrain_fx.machine.profile_store import profile_directory
 from ssdtrain_fx.runtime import ops
 from ssdtrain_fx.runtime.lanes.aio.kernel import AioUnavailableError, KernelAio
 from ssdtrain_fx.runtime.statistics import Statistics
@@ -531,6 +532,28 @@ def test_the_docs_have_the_table_of_the_stored_families(
     assert models == others
     assert load("families").main(["--markdown", str(path)]) == 0
     assert capsys.readouterr().out in (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
+
+
+def test_the_docs_have_the_table_of_the_stored_predictions(
+    load: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = BENCHMARKS / "stored" / "predictions.json"
+    assert load("predictions").main(["--markdown", str(path)]) == 0
+    assert capsys.readouterr().out in (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.mark.slow
+def test_predictions(load: Callable[[str], ModuleType], ssd_dir: str, tmp_path: Path) -> None:
+    """The second process plans with what the first one has measured, and nothing is left for others."""
+    path, profiles = tmp_path / "predictions.json", set(profile_directory().glob("step-times-*"))
+    size = ["--layers", "2", "--hidden", "64", "--batch", "2", "--sequence", "64", "--vocab", "128"]
+    options = ["--option", f"ssd_dir={ssd_dir}", "--option", "policy=all", "--option", "min_tensor_bytes=0"]
+    arguments = ["--model", "gpt2", *size, *options, "--steps", "10", "--json", str(path)]
+    assert load("predictions").main(arguments) == 0
+    (result,) = json.loads(path.read_text())
+    assert result["first"]["roofline_ratio"] is None
+    assert len(result["second"]["step_s"]) == 10
+    assert set(profile_directory().glob("step-times-*")) == profiles
 
 
 @pytest.mark.slow

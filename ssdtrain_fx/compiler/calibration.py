@@ -32,7 +32,7 @@ class Calibration:
     def __init__(self, config: OffloadConfig, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         self.config = config
         self.device = device_of(example_inputs)
-        self._text = ""
+        self._graph_digest = ""
         """Digest of what the graph computes. Empty: it is not measured."""
         if config.costs == "steps":
             if self.device != "cpu":
@@ -40,26 +40,26 @@ class Calibration:
                     "costs='steps' measures steps on a CPU only; on this device, costs='roofline' is used instead."
                 )
             elif has_static_shapes(example_inputs):  # with others, a step may take any time
-                self._text = _digest(gm, example_inputs)
+                self._graph_digest = _digest(gm, example_inputs)
         self.roofline_ratio: float | None = None
         """Measured seconds as a multiple of those by roofline. None: not measured, or not asked for."""
-        self._graph = ""
+        self._key = ""
 
     @functools.cached_property
     def hardware(self) -> Hardware:
         """The profile, with kernels as slow as in earlier steps. Loaded when a graph is partitioned: a graph without
         gradients needs no profile."""
         hardware = self.config.load_hardware(self.device)
-        if not self._text:
+        if not self._graph_digest:
             return hardware
         from ssdtrain_fx.machine.step_times import GraphWatcher, load_step_times
 
         # A ratio is only right for the rates from which it was computed.
         rates = (hardware.flops_per_s, hardware.elements_per_s, hardware.memory_bytes_per_s, hardware.kernel_s)
-        self._graph = hashlib.sha256(f"{self._text} {json.dumps(rates, sort_keys=True)}".encode()).hexdigest()
+        self._key = hashlib.sha256(f"{self._graph_digest} {json.dumps(rates, sort_keys=True)}".encode()).hexdigest()
         times = load_step_times(self.device)
-        self.roofline_ratio = times.ratio(self._graph)
-        step_clock.watch(self._graph, GraphWatcher(times, self._graph))
+        self.roofline_ratio = times.ratio(self._key)
+        step_clock.watch(self._key, GraphWatcher(times, self._key))
         return hardware if self.roofline_ratio is None else hardware.computing_slower(self.roofline_ratio)
 
     def describe(self, step: OffloadedStep) -> OffloadedStep:
@@ -69,13 +69,13 @@ class Calibration:
 
     def halves(self, plan: Plan) -> tuple[TimedHalf, TimedHalf] | tuple[None, None]:
         """What the clock needs of the forward and the backward of ``plan``. None: they are not timed."""
-        if not self._graph:
+        if not self._key:
             return None, None
         roofline_s = (plan.step_s + plan.recompute_s) / (self.roofline_ratio or 1.0)
         ops_s = plan.exposed_s - plan.recompute_s - plan.stall_s
         return (
-            TimedHalf(self._graph, "forward", roofline_s, ops_s),
-            TimedHalf(self._graph, "backward", roofline_s, ops_s),
+            TimedHalf(self._key, "forward", roofline_s, ops_s),
+            TimedHalf(self._key, "backward", roofline_s, ops_s),
         )
 
 

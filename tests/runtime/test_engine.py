@@ -15,6 +15,7 @@ from ssdtrain_fx.errors import ActivationLostError, ConfigError, InternalError, 
 from ssdtrain_fx.runtime.config import EngineConfig
 from ssdtrain_fx.runtime.engine import Engine
 from ssdtrain_fx.runtime.lanes.open_lanes import Parts
+from ssdtrain_fx.runtime.step_clock import step_clock
 
 file = each_file("aio", "threads")
 
@@ -300,7 +301,7 @@ def test_statistics_of_one_step(file: MemoryFile, directory: str) -> None:
         assert engine.statistics().io_path in ("fake", "fake, native AIO")
         kept_alive = offload(engine, torch.arange(1000))
         engine.wait_until_idle()
-        before = engine.statistics()
+        before, waited_s = engine.statistics(), step_clock.waited_s
         token = offload(engine, torch.arange(2000))
         engine.wait_until_idle()
         fetch(engine, token, torch.arange(2000))
@@ -308,6 +309,7 @@ def test_statistics_of_one_step(file: MemoryFile, directory: str) -> None:
         assert (step.offloads, step.reloads, step.bytes_written, step.bytes_read) == (1, 1, 16000, 16000)
         assert (step.slots_in_use, step.slot_bytes_in_use) == (2, 8192 + 16384)  # gauges are not differences
         assert step.stall_s == step.release_stall_s + step.wait_stall_s
+        assert step_clock.waited_s - waited_s == pytest.approx(step.stall_s)
         both = engine.statistics() + engine.statistics()
         assert both.offloads == 4
         assert both.io_path == ("fake, native AIO" if file.direct else "fake")

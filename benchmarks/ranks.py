@@ -54,6 +54,8 @@ bubbles."""
 PARALLELISMS = ("ddp", "fsdp", "tensor", *SCHEDULES)
 STAGES_PER_RANK = 2
 """Of the schedule that interleaves."""
+KEEP_WHAT_IS_SENT = ("gpipe", "interleaved")
+"""These schedules wait for what they send at the end of the step (torch 2.13): until then, it stays in memory."""
 MICRO_BATCHES = 8
 WARM_UP_STEPS = 3
 """The first step compiles, and the memory of the next ones is not yet arranged."""
@@ -198,7 +200,9 @@ def in_pipeline(job: Job, layers: nn.Sequential, backend: Any, config: OffloadCo
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
         def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            order.append(Half(self.stage_index // ranks, "backward"))
+            # A result is as large as an input and its gradient. Until its backward, the plan has it anyway.
+            sent = (not self.is_first) + (not self.is_last) if job.parallelism in KEEP_WHAT_IS_SENT else 0
+            order.append(Half(self.stage_index // ranks, "backward", sent * x.nbytes))
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     class ToldStage(RecordedStage):

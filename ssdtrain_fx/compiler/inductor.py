@@ -180,7 +180,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
             planned_for += f" {times.generation}"
         # The number differs from the option for "auto".
         planned_for += f" {None if self.budget is None else self.budget.size_bytes}"
-        planned_for += f" {_torch_private.overwrites_saved_tensors()}"
+        planned_for += f" {_torch_private.overwrites_saved_tensors()} {torch.get_num_threads()}"
         return f"ssdtrain_fx {_source_hash()} {planned_for} {inner!r}"
 
 

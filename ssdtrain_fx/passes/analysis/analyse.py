@@ -13,6 +13,7 @@ from ssdtrain_fx.passes.analysis.candidates import Candidate, find_candidates
 from ssdtrain_fx.passes.analysis.chains import find_activations
 from ssdtrain_fx.passes.analysis.estimates import estimate
 from ssdtrain_fx.passes.analysis.fused_kernels import NodeFacts
+from ssdtrain_fx.passes.analysis.kernel_workspaces import find_kernel_workspaces
 from ssdtrain_fx.passes.analysis.layout_copies import LayoutCopy
 from ssdtrain_fx.passes.analysis.liveness import LiveInterval
 from ssdtrain_fx.passes.analysis.module_wishes import Modules, Wish, find_wishes, keep_as_wished
@@ -49,16 +50,21 @@ class Analysis:
     """What option ``modules`` wishes for storages, by index."""
     subgraph_calls: Mapping[fx.Node, SubgraphCall] = dataclasses.field(default_factory=dict[fx.Node, SubgraphCall])
     """What the nodes take that call a subgraph. ``node_s`` has their seconds; ``intervals`` have no workspaces."""
+    kernel_workspaces: Mapping[fx.Node, int] = dataclasses.field(default_factory=dict[fx.Node, int])
+    """The bytes that kernels need besides their arguments and results. ``intervals`` do not have them."""
 
     @functools.cached_property
     def extras(self) -> Mapping[str, LiveInterval]:
-        """What is in memory beside the storages of the graph, by name: workspaces of subgraphs, and layout copies.
+        """What is in memory beside the storages of the graph, by name: workspaces of subgraphs and kernels, and layout
+        copies.
 
         Their ``storage_idx`` is no storage's. That of a workspace is negative."""
         positions, count = self.joint.positions(), len(self.alias_sets.storages)
+        bytes_inside = {node: call.workspace_bytes for node, call in self.subgraph_calls.items()}
+        bytes_inside |= self.kernel_workspaces
         workspaces = {
-            workspace_name(node): LiveInterval(-1 - at, positions[node], positions[node] + 1, call.workspace_bytes)
-            for at, (node, call) in enumerate(self.subgraph_calls.items())
+            workspace_name(node): LiveInterval(-1 - at, positions[node], positions[node] + 1, size_bytes)
+            for at, (node, size_bytes) in enumerate(bytes_inside.items())
         }
         copies = {
             f"channels-last copy of {copy.source.name}": LiveInterval(count + at, copy.start, copy.end, copy.size_bytes)
@@ -114,6 +120,7 @@ def analyse(
         measured=found.measured,
         wishes={},
         subgraph_calls=calls,
+        kernel_workspaces=find_kernel_workspaces(joint.graph),
     )
     return with_candidates(analysis, min_tensor_bytes=min_tensor_bytes, modules=modules)
 

@@ -43,6 +43,9 @@ class Half(NamedTuple):
     graph: int
     """Index of the graph."""
     phase: Literal["forward", "backward"]
+    kept_bytes: int = 0
+    """What the caller keeps from here on until the step ends, beside parameter gradients: what a stage of a pipeline
+    has sent, with some schedules."""
 
 
 def in_a_row(count: int) -> list[Half]:
@@ -65,7 +68,7 @@ def peak_of_chain(
     """
     held = kept = peak = 0
     have_gradients: set[int] = set()
-    for graph, phase in order:
+    for graph, phase, kept_bytes in order:
         memory = graphs[graph]
         of_results = memory.result_bytes if keep_results else 0
         if phase == "forward":
@@ -77,4 +80,5 @@ def peak_of_chain(
             if keep_gradients and graph not in have_gradients:
                 have_gradients.add(graph)
                 kept += memory.gradient_bytes
+        kept += kept_bytes
     return peak

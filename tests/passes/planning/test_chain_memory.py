@@ -24,7 +24,7 @@ from ssdtrain_fx.testing import toy_hardware
 def test_the_example_of_the_module() -> None:
     graph = ChainMemory(forward_bytes=10, held_bytes=6, backward_bytes=9)
     assert peak_of_chain([graph, graph], in_a_row(2)) == 16
-    assert in_a_row(2) == [(0, "forward"), (1, "forward"), (1, "backward"), (0, "backward")]
+    assert in_a_row(2) == [Half(0, "forward"), Half(1, "forward"), Half(1, "backward"), Half(0, "backward")]
 
 
 def test_gradients_stay_and_are_made_once_for_all_micro_batches() -> None:
@@ -41,18 +41,25 @@ def test_a_stage_of_a_pipeline_holds_results() -> None:
     assert peak_of_chain([graph], order, keep_results=True) == (2 + 3) + 3 + 5
 
 
+def test_what_a_stage_has_sent_may_stay() -> None:
+    graph = ChainMemory(forward_bytes=5, held_bytes=2, backward_bytes=5)
+    order = [Half(0, "forward"), Half(0, "backward", 7), Half(0, "forward"), Half(0, "backward", 7)]
+    assert peak_of_chain([graph], order) == 7 + 5
+
+
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[list[ChainMemory], list[Half]]:
     """Graphs, and an order in which each backward comes after a forward of the same graph."""
     number = st.integers(0, 8)
+    kept = st.integers(0, 3)
     count = draw(st.integers(1, 3))
     graphs = [ChainMemory(*(draw(number) for _ in dataclasses.fields(ChainMemory))) for _ in range(count)]
     order: list[Half] = []
     open_runs: list[int] = []
     for graph in draw(st.lists(st.integers(0, count - 1), max_size=6)):
         while open_runs and draw(st.booleans()):
-            order.append(Half(open_runs.pop(draw(st.integers(0, len(open_runs) - 1))), "backward"))
-        order.append(Half(graph, "forward"))
+            order.append(Half(open_runs.pop(draw(st.integers(0, len(open_runs) - 1))), "backward", draw(kept)))
+        order.append(Half(graph, "forward", draw(kept)))
         open_runs.append(graph)
     order += [Half(graph, "backward") for graph in draw(st.permutations(open_runs))]
     return graphs, order
@@ -65,12 +72,13 @@ def test_the_peak_is_the_highest_sum_of_what_is_in_memory(
     graphs, order = chain
     in_memory: list[tuple[str, int, int]] = []
     highest = 0
-    for idx, phase in order:
+    for idx, phase, kept_bytes in order:
         graph = graphs[idx]
         if phase == "backward":
             in_memory.remove(("held", idx, graph.held_bytes))
         others = sum(size_bytes for _, _, size_bytes in in_memory)
         highest = max(highest, others + (graph.forward_bytes if phase == "forward" else graph.backward_bytes))
+        in_memory.append(("kept", idx, kept_bytes))
         if phase == "forward":
             in_memory.append(("held", idx, graph.held_bytes))
             if keep_results:

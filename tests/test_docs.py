@@ -373,6 +373,13 @@ def test_links_between_files_of_the_repository(path: Path) -> None:
     assert [target for target in targets if "://" not in target and not (path.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_source_files_that_a_page_names_exist(path: Path) -> None:
+    """Relative to the repository or to the package. `torch/...` are files of torch."""
+    names = re.findall(r"`(?!torch/)([a-z_]+/[a-z_/]+\.(?:py|h|cpp))`", path.read_text())
+    assert [name for name in names if not any((root / name).is_file() for root in (ROOT, ROOT / "ssdtrain_fx"))] == []
+
+
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "mkdocs.yml"), "-d", str(tmp_path)]

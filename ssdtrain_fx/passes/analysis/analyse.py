@@ -55,22 +55,24 @@ class Analysis:
 
     @functools.cached_property
     def extras(self) -> Mapping[str, LiveInterval]:
-        """What is in memory beside the storages of the graph, by name: workspaces of subgraphs and kernels, and layout
-        copies.
+        """What is in memory beside the storages of the graph, by name: workspaces of subgraphs, layout copies, and
+        workspaces of kernels.
 
-        Their ``storage_idx`` is no storage's. That of a workspace is negative."""
+        Their ``storage_idx`` is no storage's. That of a subgraph's workspace is negative."""
         positions, count = self.joint.positions(), len(self.alias_sets.storages)
-        bytes_inside = {node: call.workspace_bytes for node, call in self.subgraph_calls.items()}
-        bytes_inside |= self.kernel_workspaces
-        workspaces = {
-            workspace_name(node): LiveInterval(-1 - at, positions[node], positions[node] + 1, size_bytes)
-            for at, (node, size_bytes) in enumerate(bytes_inside.items())
+        subgraphs = {
+            workspace_name(node): LiveInterval(-1 - at, positions[node], positions[node] + 1, call.workspace_bytes)
+            for at, (node, call) in enumerate(self.subgraph_calls.items())
         }
         copies = {
             f"channels-last copy of {copy.source.name}": LiveInterval(count + at, copy.start, copy.end, copy.size_bytes)
             for at, copy in enumerate(self.layout_copies)
         }
-        return {**workspaces, **copies}
+        kernels = {
+            workspace_name(node): LiveInterval(count + at, positions[node], positions[node] + 1, size_bytes)
+            for at, (node, size_bytes) in enumerate(self.kernel_workspaces.items(), len(copies))
+        }
+        return {**subgraphs, **copies, **kernels}
 
     @property
     def cost_sources(self) -> CostSources:

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ssdtrain_fx.passes.analysis.analyse import analyse
 from ssdtrain_fx.passes.analysis.kernel_workspaces import find_kernel_workspaces
+from ssdtrain_fx.passes.decisions.find_peak_parts import find_peak_parts
 from ssdtrain_fx.testing import capture_step
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -84,6 +85,8 @@ def test_a_plan_counts_them_while_the_kernel_runs() -> None:
     joint = capture_step(attend, torch.randn(1, 2, 64, 32, requires_grad=True)).join()
     analysis = analyse(joint, min_tensor_bytes=0, hardware=HARDWARE, fused=True)
     nodes = list(joint.graph.nodes)
-    found = {name: (nodes[one.start].target, one.end - one.start) for name, one in analysis.extras.items()}
-    assert sorted(found.values(), key=str) == [(FORWARD, 1), (BACKWARD, 1)]
-    assert all(one.storage_idx < 0 for one in analysis.extras.values())
+    found = {nodes[one.start].target: one for one in analysis.extras.values()}
+    assert found.keys() == {FORWARD, BACKWARD}
+    assert all(one.end == one.start + 1 for one in found.values())
+    parts = find_peak_parts(analysis, analysis.extras.values())
+    assert [(part.role, part.size_bytes) for part in parts] == [("other", sum(analysis.kernel_workspaces.values()))]

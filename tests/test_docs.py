@@ -35,6 +35,7 @@ from ssdtrain_fx.cli import app
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+PACKAGE = ROOT / "ssdtrain_fx"
 PAGES = sorted(path for path in [ROOT / "README.md", *DOCS.rglob("*.md")])
 """`docs/notebooks` contains no pages."""
 
@@ -375,9 +376,9 @@ def test_links_between_files_of_the_repository(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_source_files_that_a_page_names_exist(path: Path) -> None:
-    """Relative to the repository or to the package. `torch/...` are files of torch."""
+    """In the repository, or in a folder of the package. `torch/...` are files of torch."""
     names = re.findall(r"`(?!torch/)([a-z_]+/[a-z_/]+\.(?:py|h|cpp))`", path.read_text())
-    assert [name for name in names if not any((root / name).is_file() for root in (ROOT, ROOT / "ssdtrain_fx"))] == []
+    assert [name for name in names if not (ROOT / name).is_file() and not any(PACKAGE.rglob(name))] == []
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:

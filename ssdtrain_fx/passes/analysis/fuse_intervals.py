@@ -6,7 +6,8 @@
     3  d = mm(c, w)         8 MiB    c [3, 4): the kernel runs here, reads a for the last time and writes c in its place
 
 All that a kernel reads lives until it runs, and all its results from there on. Inductor writes a result in place of an
-argument of the same size that the kernel reads for the last time, and for this result alone. The groups come from
+argument of the same size that the kernel reads for the last time, and for this result alone. A concatenation on a CPU
+is filled by several kernels, so it takes over nothing. The groups come from
 ``fused_kernels``, so they match Inductor's only approximately. Where Inductor fuses less, it needs more memory than is
 counted here.
 """
@@ -66,6 +67,8 @@ def fuse_intervals(
             fused[idx] = dataclasses.replace(interval, start=start, end=end)
     for kernel in kernels:
         for result in kernel.results:
+            if found.facts[result.made_at].is_filled_in_parts:
+                continue
             last = [
                 fused[idx]
                 for idx in sorted(result.reads & fused.keys())

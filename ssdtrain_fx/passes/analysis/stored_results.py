@@ -18,7 +18,7 @@ and ir.py of torch 2.13. A result with several readers is stored at once
 - if one of them is outside the graph,
 - if it is computed from many inputs or by many ops, or on a CPU from an expensive one.
 
-A result that is marked with ``REALIZE_TO_STRIDES`` is always stored at once.
+A result that is marked with ``REALIZE_TO_STRIDES`` is always stored at once, and so is a concatenation on a CPU.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def find_stored_results(facts: Sequence[NodeFact]) -> list[StoredResult]:
                 is_heavy=fact.name in HEAVY_OPS or any(one.is_heavy for one in inlined),
             )
             unstored.update(dict.fromkeys(fact.made, value))
-            if fact.kind is not Kind.POINTWISE or fact.written or REALIZE_TO_STRIDES in fact.node.meta:
+            is_pointwise = fact.kind is Kind.POINTWISE and not fact.is_filled_in_parts
+            if not is_pointwise or fact.written or REALIZE_TO_STRIDES in fact.node.meta:
                 results.append(StoredResult(position, position, value.writes, value.reads))
                 for idx in fact.made:
                     del unstored[idx]

@@ -55,7 +55,8 @@ class NodeFact:
     read: tuple[tuple[int, int], ...]
     """Storages that it reads, with the bytes of each argument. A slice has fewer bytes than its storage."""
     shape: Shape
-    """What it iterates over: the shape of its result, or the shape of its argument for a reduction."""
+    """What it iterates over: the shape of its result, or that of its largest argument for a reduction and for what is
+    filled in parts."""
     flops: int
     convolves: bool
     dtype: torch.dtype | None
@@ -75,6 +76,14 @@ class NodeFact:
         """Its arguments have to be in memory: it is no part of a generated kernel, and no view."""
         return self.kind is Kind.KERNEL or (self.kind is Kind.FREE and not self.is_view)
 
+    @property
+    def is_filled_in_parts(self) -> bool:
+        """Is each argument computed by a kernel of its own, which writes into the result?
+
+        See ``cat`` in torch/_inductor/lowering.py of torch 2.13: on a CPU, it always makes a ``ConcatKernel``.
+        """
+        return _is_filled_in_parts(self.name, self.device_type)
+
     @classmethod
     def of(cls, node: fx.Node, alias_sets: AliasSets) -> NodeFact:
         made = tuple(idx for idx in alias_sets.by_node[node] if alias_sets.storages[idx].allocator is node)
@@ -93,6 +102,9 @@ class NodeFact:
         if kind is Kind.ROWS:
             shape = shape_of(first)
             kind = _reduction_kind(node, shape)
+        device_type = "" if result is None else result.device.type
+        if _is_filled_in_parts(op.name, device_type):
+            shape = max((shape_of(value.meta["val"]) for value in inputs), key=math.prod)
         table = node.args[0] if op.looks_up else None
         read: list[tuple[int, int]] = []
         for value in inputs:
@@ -128,10 +140,14 @@ class NodeFact:
             dtype=None if computed is None else computed.dtype,
             expensive_elements=expensive_elements + inside.attention_elements(node),
             name=op.name,
-            device_type="" if result is None else result.device.type,
+            device_type=device_type,
             is_view=False,
             traffic_bytes=traffic_bytes,
         )
+
+
+def _is_filled_in_parts(name: str, device_type: str) -> bool:
+    return name == "cat" and device_type == "cpu"
 
 
 def _reduction_kind(node: fx.Node, shape: Shape) -> Kind:

@@ -118,6 +118,20 @@ def test_a_sum_that_is_not_stored_keeps_its_terms_in_memory() -> None:
     assert after["mm"].end == before["add"].end > before["mm"].end
 
 
+def concatenated(x: Tensor, w: Tensor) -> Tensor:
+    """Each argument of ``cat`` is half as large as its result, which is as large as ``mm``."""
+    one, other = (x @ w).split(2, dim=1)
+    return torch.cat((other * 2, one + 1), dim=1).exp() @ w
+
+
+def test_on_a_cpu_the_parts_of_a_concatenation_are_written_into_it() -> None:
+    """The arguments reach no memory. The result does, and takes nothing over from ``mm``."""
+    _, after = fused(concatenated)
+    assert {"mm", "cat"} <= after.keys()
+    assert after.keys().isdisjoint(("mul", "add"))
+    assert after["mm"].end == after["cat"].end > after["cat"].start + 1, "both are arguments of one function"
+
+
 def test_all_that_is_held_reaches_memory() -> None:
     for name in ("mlp", "attention", "norms", "deep"):
         analysis = analyse(capture_toy(name))

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from ssdtrain_fx.testing import toy_hardware
+
 PROGRAM = Path(__file__).parents[1] / "benchmarks" / "ranks.py"
 MANY = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PIPELINES = ("gpipe", "1f1b", "1f1b-told", "interleaved")
@@ -34,6 +36,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.fixture
+def slow_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The profile of a machine with a slow disk."""
+    path = tmp_path_factory.mktemp("profile") / "slow_disk.json"
+    path.write_text(toy_hardware(disk_bytes_per_s=1e6, kernel_s=1e-3).to_json())
+    return path
+
+
 def small(ranks: ModuleType, ssd_dir: Path, parallelism: str, **changes: Any) -> Any:
     options = {"policy": "all", "min_tensor_bytes": 0, "ssd_dir": str(ssd_dir), **changes.pop("options", {})}
     sizes = {"steps": 4, "layers": 4, "hidden": 64, "batch": 8, "sequence": 16, **changes}
@@ -53,10 +63,10 @@ def small(ranks: ModuleType, ssd_dir: Path, parallelism: str, **changes: Any) ->
     ],
 )
 def test_every_bit_of_every_rank_is_equal(
-    ranks: ModuleType, tmp_path: Path, count: int, parallelism: str, steps: int
+    ranks: ModuleType, tmp_path: Path, slow_disk: Path, count: int, parallelism: str, steps: int
 ) -> None:
-    """Losses, gradients and parameters, after every step."""
-    job = small(ranks, tmp_path, parallelism, steps=steps, layers=2 * count)
+    """Losses, gradients and parameters, after every step. By the plan, all reads have to begin early."""
+    job = small(ranks, tmp_path, parallelism, steps=steps, layers=2 * count, options={"hardware": str(slow_disk)})
     found = ranks.compare(job, count)
     assert found["difference"] == ""
     assert len(found["offloads_of_each_rank"]) == count
@@ -64,6 +74,19 @@ def test_every_bit_of_every_rank_is_equal(
     assert list(tmp_path.iterdir()) == []
     if parallelism.startswith("1f1b"):
         assert (found["ahead_bytes"] > 0) is (parallelism == "1f1b-told")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", "tensor", "gpipe", "1f1b", "interleaved"])
+def test_the_peak_of_the_fullest_rank_is_as_planned(
+    ranks: ModuleType, tmp_path: Path, count: int, parallelism: str
+) -> None:
+    """The plans of all graphs of a rank, added up in the order in which their halves run."""
+    sizes = {"layers": 8, "hidden": 128, "batch": 16, "sequence": 256}
+    found = ranks.compare(small(ranks, tmp_path, parallelism, options={"min_tensor_bytes": 1 << 16}, **sizes), count)
+    assert found["activation_peak_bytes"] == pytest.approx(found["planned_peak_bytes"], rel=0.05)
 
 
 @pytest.mark.timeout(600)

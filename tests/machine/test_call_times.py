@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -340,6 +341,13 @@ def test_compile_caches_tell_costs_and_generations_apart(directory: Path) -> Non
     stored_in(directory).unlink()
     assert uuid_of(costs="measured") != measured, "new measurements differ from those that the plans used"
     assert uuid_of() == by_roofline
+
+
+def test_compile_caches_tell_numbers_of_threads_apart() -> None:
+    """Attention on a CPU needs memory for each of them."""
+    with mock.patch("torch.get_num_threads", side_effect=[1, 1, 2]):
+        one, again, two = uuid_of(), uuid_of(), uuid_of()
+    assert one == again != two
 
 
 def test_settings_of_inductor_can_still_be_copied() -> None:

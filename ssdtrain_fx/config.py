@@ -337,9 +337,7 @@ class OffloadConfig:
         """``budget``, less what a step on ``hardware`` needs besides its plan."""
         if budget is None:
             return None
-        return budget_in_process(
-            budget, on_gpu=hardware.device != "cpu", staging_bytes=self._expected_staging_bytes(hardware)
-        )
+        return budget_in_process(budget, on_gpu=hardware.is_gpu, staging_bytes=self._expected_staging_bytes(hardware))
 
     def _expected_staging_bytes(self, hardware: Hardware) -> int:
         """Staging that the engine will fill on a CPU. Native AIO moves all but small tensors without staging."""

@@ -71,12 +71,17 @@ class Hardware:
     """Staging is handed out in chunks of this size. A profile does not hold it: it depends on what the engine gets."""
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether graphs are planned for a GPU. With the profile of one, even a graph of CPU tensors is."""
+        return self.device != "cpu"
+
+    @property
     def has_host_tier(self) -> bool:
         """Whether staging is separate memory, and copies to it overlap with computation: pinned memory for a GPU.
 
         On a CPU, staging is the same memory that storages should leave.
         """
-        return self.device != "cpu" and not self.copies_block_compute
+        return self.is_gpu and not self.copies_block_compute
 
     def staged_bytes(self, size_bytes: int) -> int:
         """Bytes of staging that a storage of ``size_bytes`` takes: whole chunks."""

@@ -122,7 +122,7 @@ def analyse(
         measured=found.measured,
         wishes={},
         subgraph_calls=calls,
-        kernel_workspaces=find_kernel_workspaces(joint.graph),
+        kernel_workspaces={} if hardware.is_gpu else find_kernel_workspaces(joint.graph),
     )
     return with_candidates(analysis, min_tensor_bytes=min_tensor_bytes, modules=modules)
 

@@ -47,7 +47,7 @@ def estimate(
 ) -> Estimates:
     """Find live intervals and times. Arguments as for ``analyse``."""
     alias_sets = find_alias_sets(joint.graph)
-    facts = NodeFacts(joint, alias_sets)
+    facts = NodeFacts(joint, alias_sets, for_gpu=hardware.is_gpu)
     reads: dict[int, list[int]] = {}
     copies: tuple[LayoutCopy, ...] = ()
     if fused:

@@ -50,10 +50,14 @@ from ssdtrain_fx.passes.graph.tensor_sizes import Shape
 
 
 class NodeFacts:
-    """The cost facts of all nodes of one graph, found once and used for both kernels and seconds."""
+    """The cost facts of all nodes of one graph, found once and used for both kernels and seconds.
 
-    def __init__(self, joint: ScheduledJointGraph, alias_sets: AliasSets) -> None:
-        self._facts = [NodeFact.of(node, alias_sets) for node in joint.graph.nodes]
+    Args:
+        for_gpu: the graph is planned for a GPU. Its tensors may be on a CPU, as on a machine without a GPU.
+    """
+
+    def __init__(self, joint: ScheduledJointGraph, alias_sets: AliasSets, *, for_gpu: bool = False) -> None:
+        self._facts = [NodeFact.of(node, alias_sets, for_gpu=for_gpu) for node in joint.graph.nodes]
 
     @property
     def facts(self) -> Sequence[NodeFact]:

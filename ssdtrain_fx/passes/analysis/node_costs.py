@@ -39,7 +39,7 @@ def estimate_node_seconds(
         fused: False for ``inner="aot_eager"``, which runs node by node: every node is then a separate group.
         facts: facts of this graph, if they are already known.
     """
-    facts = NodeFacts(joint, alias_sets) if facts is None else facts
+    facts = facts or NodeFacts(joint, alias_sets, for_gpu=hardware.is_gpu)
     groups = facts.groups if fused else range(len(facts.facts))
     return _price(facts.facts, groups, alias_sets, hardware, fused=fused)
 

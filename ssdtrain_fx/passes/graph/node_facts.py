@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -14,6 +14,9 @@ from ssdtrain_fx.passes.graph.alias_sets import AliasSets
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph
 from ssdtrain_fx.passes.graph.op_kinds import FREE_OP, Kind, Op, arguments_inside, is_around_random_op, op_inside, op_of
 from ssdtrain_fx.passes.graph.tensor_sizes import Shape, shape_of, touched_bytes
+
+GPU = "gpu"
+"""No type of torch's, so no rule for a special device applies."""
 
 
 def takes_time(node: fx.Node, alias_sets: AliasSets) -> bool:
@@ -65,7 +68,7 @@ class NodeFact:
     name: str
     """Of the op, without namespace and overload; empty for what takes no time."""
     device_type: str
-    """Of its result."""
+    """Of its result. ``GPU`` stands for a CPU tensor in a graph that is planned for a GPU."""
     is_view: bool
     """Its result has the storage of an argument."""
     traffic_bytes: int
@@ -85,14 +88,13 @@ class NodeFact:
         return _is_filled_in_parts(self.name, self.device_type)
 
     @classmethod
-    def of(cls, node: fx.Node, alias_sets: AliasSets) -> NodeFact:
+    def of(cls, node: fx.Node, alias_sets: AliasSets, *, for_gpu: bool = False) -> NodeFact:
         made = tuple(idx for idx in alias_sets.by_node[node] if alias_sets.storages[idx].allocator is node)
         op = op_of(node.target) if node.op == "call_function" else FREE_OP
         if not takes_time(node, alias_sets):
             held = tuple((idx, 0) for source in node.all_input_nodes for idx in alias_sets.by_node[source])
             is_view = bool(set(alias_sets.by_node[node]) & {idx for idx, _ in held})
-            device = getattr(node.meta.get("val"), "device", None)
-            device_type = "" if device is None else device.type
+            device_type = _device_type(node.meta.get("val"), for_gpu)
             return cls(node, Kind.FREE, made, (), held, (), 0, False, None, 0, "", device_type, is_view, 0)
         inputs = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), torch.Tensor)]
         first = inputs[0].meta["val"] if inputs else None
@@ -102,7 +104,7 @@ class NodeFact:
         if kind is Kind.ROWS:
             shape = shape_of(first)
             kind = _reduction_kind(node, shape)
-        device_type = "" if result is None else result.device.type
+        device_type = _device_type(result, for_gpu)
         if _is_filled_in_parts(op.name, device_type):
             shape = max((shape_of(value.meta["val"]) for value in inputs), key=math.prod)
         table = node.args[0] if op.looks_up else None
@@ -144,6 +146,13 @@ class NodeFact:
             is_view=False,
             traffic_bytes=traffic_bytes,
         )
+
+
+def _device_type(value: Any, for_gpu: bool) -> str:
+    device = getattr(value, "device", None)
+    if device is None:
+        return ""
+    return GPU if for_gpu and device.type == "cpu" else device.type
 
 
 def _is_filled_in_parts(name: str, device_type: str) -> bool:

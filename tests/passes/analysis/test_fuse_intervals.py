@@ -23,22 +23,24 @@ def one_op(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w).tanh() @ w
 
 
-def intervals(analysis: GraphAnalysis) -> tuple[dict[int, LiveInterval], dict[int, LiveInterval]]:
+def intervals(
+    analysis: GraphAnalysis, *, for_gpu: bool = False
+) -> tuple[dict[int, LiveInterval], dict[int, LiveInterval]]:
     """Intervals by storage, without and with fusion."""
-    found = NodeFacts(analysis.joint, analysis.alias_sets)
+    found = NodeFacts(analysis.joint, analysis.alias_sets, for_gpu=for_gpu)
     kernels = find_fused_kernels(found)
     fused = fuse_intervals(analysis.joint.graph, analysis.alias_sets, found, kernels, find_reads(found, kernels))
     return find_live_intervals(analysis.joint.graph, analysis.alias_sets), fused
 
 
 def fused(
-    function: Callable[..., Tensor | tuple[Tensor, ...]] = chain, *, requires_grad: bool = False
+    function: Callable[..., Tensor | tuple[Tensor, ...]] = chain, *, requires_grad: bool = False, for_gpu: bool = False
 ) -> tuple[dict[str, LiveInterval], dict[str, LiveInterval]]:
     """Intervals by the name of the allocator, without and with fusion."""
     x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=requires_grad)
     analysis = analyse(capture_step(function, x, w))
     storages = analysis.alias_sets.storages
-    both = intervals(analysis)
+    both = intervals(analysis, for_gpu=for_gpu)
     before, after = ({storages[idx].allocator.name: interval for idx, interval in each.items()} for each in both)
     return before, after
 
@@ -130,6 +132,12 @@ def test_on_a_cpu_the_parts_of_a_concatenation_are_written_into_it() -> None:
     assert {"mm", "cat"} <= after.keys()
     assert after.keys().isdisjoint(("mul", "add"))
     assert after["mm"].end == after["cat"].end > after["cat"].start + 1, "both are arguments of one function"
+
+
+def test_planned_for_a_gpu_a_concatenation_of_cpu_tensors_is_one_kernel() -> None:
+    _, after = fused(concatenated, for_gpu=True)
+    assert after.keys().isdisjoint(("mul", "add", "cat"))
+    assert after["mm"].end == after["exp"].start, "exp is written in its place"
 
 
 def test_all_that_is_held_reaches_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 
@@ -83,6 +84,8 @@ def test_a_plan_counts_them_while_the_kernel_runs() -> None:
         return F.scaled_dot_product_attention(x, x * 2, x * 3)
 
     joint = capture_step(attend, torch.randn(1, 2, 64, 32, requires_grad=True)).join()
+    on_gpu = dataclasses.replace(HARDWARE, device="toy GPU")
+    assert not analyse(joint, min_tensor_bytes=0, hardware=on_gpu, fused=True).extras, "a GPU has other kernels"
     analysis = analyse(joint, min_tensor_bytes=0, hardware=HARDWARE, fused=True)
     nodes = list(joint.graph.nodes)
     found = {nodes[one.start].target: one for one in analysis.extras.values()}

@@ -33,7 +33,7 @@ these versions.
 | ``_functorch._aot_autograd.descriptors`` | graph logs lose labels; inputs of a graph stay in memory |
 | ``_dynamo.backends.common.aot_autograd`` | no ``inner="aot_eager"`` |
 | ``fx._lazy_graph_module._LazyGraphModule`` | planning takes a fifth longer |
-| ``multiprocessing.reductions.StorageWeakRef`` | ``ssdtrain_fx.testing`` counts no live storages |
+| ``multiprocessing.reductions.StorageWeakRef`` | ``explain`` and ``ssdtrain_fx.testing`` count no live storages |
 | ``UntypedStorage._cdata`` | no alias sets |
 | ``_dynamo.eval_frame.innermost_fn`` | memory stays mapped after the last compiled step has died |
 | ``_dynamo.callback.callback_handler`` | ``benchmarks/gpu.py`` cannot let processes compile at the same time |
@@ -84,6 +84,7 @@ __all__ = [
     "on_compiled",
     "overwrites_saved_tensors",
     "reinterpret",
+    "result_number",
     "saved_descriptors",
     "saved_tensor_hooks_are_inlined",
     "size_expression",
@@ -164,6 +165,13 @@ def input_number(descriptor: object) -> int | None:
     from torch._functorch._aot_autograd import descriptors
 
     return descriptor.idx if isinstance(descriptor, descriptors.PlainAOTInput) else None
+
+
+def result_number(descriptor: object) -> int | None:
+    """Which result of the traced function this result of forward is; None if AOTAutograd has added it."""
+    from torch._functorch._aot_autograd import descriptors
+
+    return descriptor.idx if isinstance(descriptor, descriptors.PlainAOTOutput) else None
 
 
 def differentiated_input_number(descriptor: object) -> int | None:

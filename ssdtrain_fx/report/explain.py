@@ -16,6 +16,7 @@ from ssdtrain_fx.passes.pipeline import OffloadedStep
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, Endurance
 from ssdtrain_fx.report.graph_report import GraphReport
 from ssdtrain_fx.report.report import MeasuredPeak, Report
+from ssdtrain_fx.report.shared_activations import SharedActivations
 from ssdtrain_fx.runtime.memory.step_memory import memory_stats
 
 
@@ -54,16 +55,23 @@ def explain(
     config = given_or_default(config)
     Endurance(rated_endurance_bytes, 0, 0.0)  # validate before tracing
     steps: list[OffloadedStep] = []
+    shared = SharedActivations()
 
     def trace(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        known = len(steps)
         if config.inner == "aot_eager":
-            return compile_with_aot_eager(gm, example_inputs, config, observe=steps.append, compiler=compile_to_zeros)
-        return trace_with_inductor(gm, example_inputs, config, observe=steps.append)
+            compiled = compile_with_aot_eager(
+                gm, example_inputs, config, observe=steps.append, compiler=compile_to_zeros
+            )
+        else:
+            compiled = trace_with_inductor(gm, example_inputs, config, observe=steps.append)
+        return compiled if len(steps) == known else shared.watch(compiled, known)
 
     run_dry(model, trace, *inputs, **kwargs)
+    plans = shared.count_once([step.plan for step in steps])
     graphs = tuple(
-        GraphReport(step.plan, step.timeline, step.problem, step.costs, step.joint_before, step.joint_after)
-        for step in steps
+        GraphReport(plan, step.timeline, step.problem, step.costs, step.joint_before, step.joint_after)
+        for plan, step in zip(plans, steps, strict=True)
         if step.timeline is not None  # never None here: observed steps have one
     )
     report = Report(graphs, rated_endurance_bytes)

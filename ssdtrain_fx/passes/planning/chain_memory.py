@@ -11,14 +11,29 @@ step is neither the largest peak of a graph nor their sum:
              backward 2                   6              9              15
              backward 1                   0              9               9
 
-A result that the backward of its graph reads, and that another graph saves as well, counts twice.
+A result that the backward of its graph reads, and that another graph reads too, is in memory once. Who knows which
+results become which inputs takes such inputs out of the second graph with ``without_inputs``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+Phase = Literal["forward", "backward"]
+PHASES: tuple[Phase, Phase] = ("forward", "backward")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of a half during which it has the same inputs in memory."""
+
+    phase: Phase
+    most_bytes: int
+    """The most at a time, with these inputs."""
+    inputs: tuple[tuple[int, int], ...]
+    """Inputs that other graphs have made and that are in memory since then: the number and the size of each."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +50,49 @@ class ChainMemory:
     """Results of its forward that its backward does not read. The next graph counts those that it reads as inputs."""
     gradient_bytes: int = 0
     """Gradients that its backward returns and that no other graph reads: those of parameters."""
+    stretches: tuple[Stretch, ...] = ()
+    """Parts of both halves, in order."""
+    held_results: tuple[int, ...] = ()
+    """The numbers of the results that are in memory until its backward, and count in ``held_bytes``."""
+
+    @property
+    def held_inputs(self) -> Mapping[int, int]:
+        """The inputs in ``held_bytes`` that other graphs have made: size by number."""
+        return dict(next((one.inputs for one in self.stretches if one.phase == "backward"), ()))
+
+    def without_inputs(self, numbers: Collection[int]) -> ChainMemory:
+        """The same graph where inputs with these numbers are in memory anyway, from its forward to its backward."""
+        if not any(number in numbers for stretch in self.stretches for number, _ in stretch.inputs):
+            return self
+        stretches = tuple(
+            Stretch(
+                one.phase,
+                one.most_bytes - sum(size_bytes for number, size_bytes in one.inputs if number in numbers),
+                tuple((number, size_bytes) for number, size_bytes in one.inputs if number not in numbers),
+            )
+            for one in self.stretches
+        )
+        forward, backward = ([one.most_bytes for one in stretches if one.phase == phase] for phase in PHASES)
+        return dataclasses.replace(
+            self,
+            forward_bytes=max(forward),
+            held_bytes=self.held_bytes - sum(self.held_inputs[one] for one in numbers if one in self.held_inputs),
+            backward_bytes=max(backward),
+            stretches=stretches,
+        )
+
+    @classmethod
+    def from_plain(cls, raw: Mapping[str, Any]) -> ChainMemory:
+        """Inverse of ``dataclasses.asdict``, also after a journey through JSON."""
+        fields = dict(raw)
+        fields["held_results"] = tuple(raw.get("held_results", ()))
+        fields["stretches"] = tuple(
+            Stretch(
+                one["phase"], one["most_bytes"], tuple((number, size_bytes) for number, size_bytes in one["inputs"])
+            )
+            for one in raw.get("stretches", ())
+        )
+        return cls(**fields)
 
 
 class Half(NamedTuple):
@@ -42,7 +100,7 @@ class Half(NamedTuple):
 
     graph: int
     """Index of the graph."""
-    phase: Literal["forward", "backward"]
+    phase: Phase
     kept_bytes: int = 0
     """What the caller keeps from here on until the step ends, beside parameter gradients: what a stage of a pipeline
     has sent, with some schedules."""

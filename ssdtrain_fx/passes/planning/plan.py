@@ -210,7 +210,7 @@ class Plan:
             parts = tuple(PeakPart(**part) for part in raw[name].pop("parts", ()))
             raw[name] = Peak(**raw[name], largest=largest, parts=parts)
         for name in ("chain_before", "chain_after"):
-            raw[name] = ChainMemory(**raw.get(name, {}))
+            raw[name] = ChainMemory.from_plain(raw.get(name, {}))
         return cls(**raw)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig, Report
-from ssdtrain_fx.passes.planning.chain_memory import ChainMemory, Half, in_a_row, peak_of_chain
+from ssdtrain_fx.passes.planning.chain_memory import ChainMemory, Half, Stretch, in_a_row, peak_of_chain
 from ssdtrain_fx.passes.planning.plan import Keep, Plan
 from ssdtrain_fx.testing import toy_hardware
 
@@ -47,13 +46,31 @@ def test_what_a_stage_has_sent_may_stay() -> None:
     assert peak_of_chain([graph], order) == 7 + 5
 
 
+def test_an_input_that_another_graph_holds_counts_in_no_half() -> None:
+    """Input 3 is in memory until the middle of backward, input 5 until the middle of forward."""
+    stretches = (
+        Stretch("forward", 20, ((3, 8), (5, 4))),
+        Stretch("forward", 17, ((3, 8),)),
+        Stretch("backward", 16, ((3, 8),)),
+        Stretch("backward", 12, ()),
+    )
+    graph = ChainMemory(forward_bytes=20, held_bytes=10, backward_bytes=16, stretches=stretches)
+    assert graph.held_inputs == {3: 8}
+    without = graph.without_inputs([3, 7])
+    assert (without.forward_bytes, without.held_bytes, without.backward_bytes) == (12, 2, 12)
+    assert without.held_inputs == {}
+    without = graph.without_inputs([5])
+    assert (without.forward_bytes, without.held_bytes, without.backward_bytes) == (17, 10, 16)
+    assert graph.without_inputs([7]) is graph
+
+
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[list[ChainMemory], list[Half]]:
     """Graphs, and an order in which each backward comes after a forward of the same graph."""
     number = st.integers(0, 8)
     kept = st.integers(0, 3)
     count = draw(st.integers(1, 3))
-    graphs = [ChainMemory(*(draw(number) for _ in dataclasses.fields(ChainMemory))) for _ in range(count)]
+    graphs = [ChainMemory(*(draw(number) for _ in range(5))) for _ in range(count)]
     order: list[Half] = []
     open_runs: list[int] = []
     for graph in draw(st.lists(st.integers(0, count - 1), max_size=6)):
@@ -92,38 +109,48 @@ def test_the_peak_is_the_highest_sum_of_what_is_in_memory(
 
 
 class Cut(nn.Module):
-    """Layers of different widths with a graph break between them, and a loss in the last graph."""
+    """Layers of different widths with a graph break between them, and a loss in the last graph.
 
-    def __init__(self, widths: Sequence[int], is_cut: bool) -> None:
+    The backward of a layer reads its tanh. With ``adds``, that is not what the next layer reads.
+    """
+
+    def __init__(self, widths: Sequence[int], is_cut: bool, adds: bool = True) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(widths))
         self.is_cut = is_cut
+        self.adds = adds
+
+    def layer(self, number: int, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[number](x))
+        return x + 1 if self.adds else x
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.layers[0](x)) + 1
+        x = self.layer(0, x)
         if self.is_cut:
             torch._dynamo.graph_break()
-        x = torch.tanh(self.layers[1](x)) + 1
+        x = self.layer(1, x)
         if self.is_cut:
             torch._dynamo.graph_break()
-        x = torch.tanh(self.layers[2](x)) + 1
+        x = self.layer(2, x)
         return x.square().sum()
 
 
-def explain_cut(widths: Sequence[int], is_cut: bool, **options: Any) -> Report:
+def explain_cut(widths: Sequence[int], is_cut: bool, adds: bool = True, **options: Any) -> Report:
     torch._dynamo.reset()
     hardware = toy_hardware(disk_bytes_per_s=1e9, kernel_s=1e-3)
     config: Any = {"inner": "aot_eager", "min_tensor_bytes": 0, "hardware": hardware, **options}
-    return ssdtrain_fx.explain(Cut(widths, is_cut), torch.zeros(64, widths[0]), config=OffloadConfig(**config))
+    model = Cut(widths, is_cut, adds)
+    return ssdtrain_fx.explain(model, torch.zeros(64, widths[0]), config=OffloadConfig(**config))
 
 
 WIDTHS = [[64, 64, 64, 64], [16, 256, 32, 64], [64, 32, 256, 16], [256, 16, 16, 256]]
 
 
+@pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_cut_into_graphs_a_step_has_the_peak_of_the_whole_graph(widths: list[int]) -> None:
+def test_cut_into_graphs_a_step_has_the_peak_of_the_whole_graph(widths: list[int], adds: bool) -> None:
     """The oracle is the live intervals of the whole graph, in which no value crosses from one graph to another."""
-    whole, cut = explain_cut(widths, False), explain_cut(widths, True)
+    whole, cut = explain_cut(widths, False, adds), explain_cut(widths, True, adds)
     assert (len(whole.graphs), len(cut.graphs)) == (1, 3)
     assert cut.step_peak_bytes[0] == pytest.approx(whole.step_peak_bytes[0], abs=4)  # the loss
 
@@ -163,9 +190,15 @@ def test_what_each_half_needs_by_hand() -> None:
     value, gradients = 64 * 64 * 4, 64 * 64 * 4 + 64 * 4
     first, second, _ = (graph.plan.chain_before for graph in explain_cut([64] * 4, True).graphs)
     # Forward: the tanh and the sum. Backward: the tanh, the gradient that comes in, and that of the product.
-    assert first == ChainMemory(2 * value, value, 3 * value, value, gradients)
+    stretches = (Stretch("forward", 2 * value, ()), Stretch("backward", 3 * value, ()))
+    assert first == ChainMemory(2 * value, value, 3 * value, value, gradients, stretches)
     # The input comes in addition. It counts from the beginning, and backward reads it.
-    assert second == ChainMemory(3 * value, 2 * value, 4 * value, value, gradients)
+    assert second == ChainMemory(3 * value, 2 * value, 4 * value, value, gradients, second.stretches)
+    assert second.held_inputs == {2: value}
+    # Without it, the most is at the end: the gradients of the product, the weight, the input and the bias.
+    without = second.without_inputs([2])
+    assert (without.forward_bytes, without.held_bytes) == (2 * value, value)
+    assert without.backward_bytes == 3 * value + 64 * 4
 
 
 def test_what_is_read_ahead_counts_in_the_backward_before() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import operator
@@ -25,6 +26,7 @@ from ssdtrain_fx.passes.analysis.pose_problem import pose_problem
 from ssdtrain_fx.passes.decisions.plan_offloads import plan_offloads
 from ssdtrain_fx.passes.graph.graph_json import from_json, to_json
 from ssdtrain_fx.passes.graph.joint_graph import ScheduledJointGraph, backward_starts
+from ssdtrain_fx.passes.planning.plan import Plan
 from ssdtrain_fx.passes.rewrites.copy_out_views import copy_out_views
 from ssdtrain_fx.passes.rewrites.verify_offloads import verify_offloads
 from ssdtrain_fx.studies import zoo
@@ -47,6 +49,12 @@ def facts(analysis: Analysis) -> dict[str, Any]:
     }
 
 
+def without_result_numbers(plan: Plan) -> Plan:
+    """Results have no numbers without descriptors, which JSON omits."""
+    before, after = (dataclasses.replace(one, held_results=()) for one in (plan.chain_before, plan.chain_after))
+    return dataclasses.replace(plan, chain_before=before, chain_after=after)
+
+
 def assert_same(joint: ScheduledJointGraph, other: ScheduledJointGraph) -> None:
     """Text, aliases, candidates, intervals, costs and plan are equal, also after the rewriting passes."""
     assert other.text() == joint.text()
@@ -57,10 +65,8 @@ def assert_same(joint: ScheduledJointGraph, other: ScheduledJointGraph) -> None:
     assert facts(analyses[1]) == facts(analyses[0])
     problems = [pose_problem(one, hardware=toy_hardware(1e9, kernel_s=1e-6)) for one in analyses]
     assert problems[1] == problems[0]
-    plans = [
-        plan_offloads(one, problem, max_slowdown=0.5).to_json() for one, problem in zip(analyses, problems, strict=True)
-    ]
-    assert plans[1] == plans[0]
+    plans = [plan_offloads(one, problem, max_slowdown=0.5) for one, problem in zip(analyses, problems, strict=True)]
+    assert without_result_numbers(plans[1]).to_json() == without_result_numbers(plans[0]).to_json()
     rewritten = [copy_out_views(one.joint, min_tensor_bytes=0, min_saved_bytes=1) for one in analyses]
     for one in rewritten:
         analysis = analyse(one)

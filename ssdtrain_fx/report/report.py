@@ -11,10 +11,10 @@ import networkx as nx
 
 from ssdtrain_fx.passes.planning.chain_memory import in_a_row, peak_of_chain
 from ssdtrain_fx.passes.planning.plan import Plan
+from ssdtrain_fx.plain_values import from_plain
 from ssdtrain_fx.report.endurance import ASSUMED_ENDURANCE_BYTES, Endurance
 from ssdtrain_fx.report.graph_report import EMPTY, GraphReport
 from ssdtrain_fx.report.page import render_page
-from ssdtrain_fx.report.plain_values import from_plain
 from ssdtrain_fx.report.table import Sort
 from ssdtrain_fx.units import format_bytes
 

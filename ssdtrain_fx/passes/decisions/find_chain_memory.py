@@ -54,15 +54,16 @@ def find_chain_memory(analysis: Analysis, live: Iterable[LiveInterval]) -> Chain
         spans.append(span)
     spans += _made_by_other_graphs(analysis, positions)
     live_bytes = memory_profile(spans, len(positions)).live_bytes
-    held = {span.storage_idx for span in spans if span.start < backward < span.end}
+    held = [span for span in spans if span.start < backward < span.end]
+    held_storages = {span.storage_idx for span in held}
     return ChainMemory(
         forward_bytes=max(live_bytes[:backward]),
-        held_bytes=sum(span.size_bytes for span in spans if span.start < backward < span.end),
+        held_bytes=sum(span.size_bytes for span in held),
         backward_bytes=max(live_bytes[backward:]),
         result_bytes=result_bytes,
         gradient_bytes=sum(span.size_bytes for span in spans if span.storage_idx in stay and span.start >= backward),
         stretches=tuple(_stretches(spans, numbers, live_bytes, backward)),
-        held_results=tuple(number for number, idx in _results(analysis) if idx in held),
+        held_results=tuple(number for number, idx in _results(analysis) if idx in held_storages),
     )
 
 

@@ -13,13 +13,15 @@ step is neither the largest peak of a graph nor their sum:
 
 A result that the backward of its graph reads, and that another graph reads too, is in memory once. Who knows which
 results become which inputs takes such inputs out of the second graph with ``without_inputs``.
+
+Not counted: a gradient that passes over a graph, because a graph reads a result of one that is not right before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, Phase] = ("forward", "backward")
@@ -80,19 +82,6 @@ class ChainMemory:
             backward_bytes=max(backward),
             stretches=stretches,
         )
-
-    @classmethod
-    def from_plain(cls, raw: Mapping[str, Any]) -> ChainMemory:
-        """Inverse of ``dataclasses.asdict``, also after a journey through JSON."""
-        fields = dict(raw)
-        fields["held_results"] = tuple(raw.get("held_results", ()))
-        fields["stretches"] = tuple(
-            Stretch(
-                one["phase"], one["most_bytes"], tuple((number, size_bytes) for number, size_bytes in one["inputs"])
-            )
-            for one in raw.get("stretches", ())
-        )
-        return cls(**fields)
 
 
 class Half(NamedTuple):

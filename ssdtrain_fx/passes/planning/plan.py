@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any, Literal
+from typing import Literal
 
 from ssdtrain_fx.passes.planning.chain_memory import ChainMemory
 from ssdtrain_fx.passes.planning.transfer_problem import Placement, Tier
+from ssdtrain_fx.plain_values import from_plain
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,28 +203,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Inverse of :meth:`to_json`."""
-        raw: dict[str, Any] = json.loads(text)
-        raw["storages"] = tuple(_storage_from(entry) for entry in raw["storages"])
-        for name in ("peak_before", "peak_after"):
-            largest = tuple((storage, size_bytes) for storage, size_bytes in raw[name].pop("largest"))
-            parts = tuple(PeakPart(**part) for part in raw[name].pop("parts", ()))
-            raw[name] = Peak(**raw[name], largest=largest, parts=parts)
-        for name in ("chain_before", "chain_after"):
-            raw[name] = ChainMemory.from_plain(raw.get(name, {}))
-        return cls(**raw)
+        """Inverse of :meth:`to_json`.
 
-
-def _storage_from(raw: dict[str, Any]) -> SavedStorage:
-    decision = raw.pop("decision")
-    for name in ("saved_nodes", "shape"):
-        raw[name] = tuple(raw[name])
-    return SavedStorage(**raw, decision=_decision_from(decision))
-
-
-def _decision_from(raw: dict[str, Any]) -> PlannedDecision:
-    if "reload" in raw:
-        return Offload(**raw)
-    if "sources" in raw:
-        return Recompute(nodes=tuple(raw["nodes"]), sources=tuple(raw["sources"]), reason=raw["reason"])
-    return Keep(**raw)
+        Raises:
+            ValueError: the text is no plan.
+        """
+        return from_plain(cls, json.loads(text))

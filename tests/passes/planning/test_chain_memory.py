@@ -155,6 +155,38 @@ def test_cut_into_graphs_a_step_has_the_peak_of_the_whole_graph(widths: list[int
     assert cut.step_peak_bytes[0] == pytest.approx(whole.step_peak_bytes[0], abs=4)  # the loss
 
 
+class ReadTwice(nn.Module):
+    """``x`` is a result of the first graph, whose backward does not read it. The backwards of the other two do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 256)
+        self.readers = nn.ModuleList(nn.Linear(256, 16) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.first(inputs)
+        torch._dynamo.graph_break()
+        y = torch.tanh(self.readers[0](x))
+        torch._dynamo.graph_break()
+        return (y + torch.tanh(self.readers[1](x))).square().sum()
+
+
+def test_an_input_that_two_graphs_hold_counts_in_the_first_one() -> None:
+    torch._dynamo.reset()
+    config = OffloadConfig(inner="aot_eager", min_tensor_bytes=0, hardware=toy_hardware())
+    report = ssdtrain_fx.explain(ReadTwice(), torch.zeros(64, 64), config=config)
+    x_bytes, tanh_bytes = 64 * 256 * 4, 64 * 16 * 4
+    assert [graph.plan.chain_before.held_bytes for graph in report.graphs] == [0, x_bytes + tanh_bytes, tanh_bytes]
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_plan_that_moves_nothing_leaves_the_peak_of_the_step(adds: bool) -> None:
+    slow = toy_hardware(disk_bytes_per_s=1, kernel_s=1e-3)
+    report = explain_cut([64] * 4, True, adds, hardware=slow, recompute=False)
+    assert not any(graph.plan.offloaded for graph in report.graphs)
+    assert report.step_peak_bytes[1] == report.step_peak_bytes[0]
+
+
 def test_what_is_measured_is_compared_with_the_plan_of_the_whole_step(tmp_path: Path) -> None:
     hardware = toy_hardware(disk_bytes_per_s=1e9, kernel_s=1e-3)
     config = OffloadConfig(inner="aot_eager", policy="all", min_tensor_bytes=0, hardware=hardware, ssd_dir=tmp_path)

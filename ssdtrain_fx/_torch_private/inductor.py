@@ -20,7 +20,7 @@ from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 
 from ssdtrain_fx._torch_private.direct_calls import DirectCall, are_direct, function_name
-from ssdtrain_fx._torch_private.inductor_fusion import FuseWithinLevels
+from ssdtrain_fx._torch_private.inductor_fusion import InStepMemory
 from ssdtrain_fx._torch_private.inductor_loops import install_loops
 from ssdtrain_fx._torch_private.inductor_order import (
     install_order,
@@ -234,7 +234,7 @@ def _donate_nothing_to_subgraphs() -> None:
 
 
 def _run_in_step_memory() -> None:
-    """Let the code of graphs that are compiled as planned take its memory from the arena.
+    """Let the code of training graphs take its memory from the arena.
 
     The generated module ends with ``call = ssdtrain_in_step_memory(call, ...)``, so that code from a cache does the
     same.
@@ -245,7 +245,7 @@ def _run_in_step_memory() -> None:
     def generate_end_and_wrap(self: Any, result: Any) -> None:
         generate_end(self, result)
         is_inlined = isinstance(self, SubgraphPythonWrapperCodegen)
-        if isinstance(V.choices, FuseWithinLevels) and not V.graph.cpp_wrapper and not is_inlined:
+        if isinstance(V.choices, InStepMemory) and not V.graph.cpp_wrapper and not is_inlined:
             arguments = ", ".join(f"{name}={value!r}" for name, value in V.choices.step_memory.items())
             result.splice(
                 f"""

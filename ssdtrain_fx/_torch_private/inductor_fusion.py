@@ -12,7 +12,18 @@ from torch._inductor.virtualized import V
 
 from ssdtrain_fx._torch_private.inductor_order import are_placed
 
-__all__ = ["FuseWithinLevels", "fusing_as_planned"]
+__all__ = ["InStepMemory", "fusing_as_planned", "running_in_step_memory"]
+
+
+@contextmanager
+def running_in_step_memory(step_memory: Mapping[str, Any]) -> Generator[None]:
+    """Compile graphs whose memory may come from the arena.
+
+    Args:
+        step_memory: the arguments of ``in_step_memory`` besides the code, for the generated code. Literals.
+    """
+    with V.set_choices_handler(cast(Any, InStepMemory(V.choices, step_memory))):
+        yield
 
 
 @contextmanager
@@ -22,13 +33,24 @@ def fusing_as_planned(own_ops: frozenset[Any], stored: str, step_memory: Mapping
     Args:
         own_ops: the ops that move tensors; they are not kernels.
         stored: a key in the metadata of nodes whose result must be in memory from their position on.
-        step_memory: the arguments of ``in_step_memory`` besides the code, for the generated code. Literals.
+        step_memory: see ``running_in_step_memory``.
     """
     with V.set_choices_handler(cast(Any, FuseWithinLevels(V.choices, own_ops, stored, step_memory))):
         yield
 
 
-class FuseWithinLevels:
+class InStepMemory:
+    """Inductor's heuristics, and what the end of the generated code needs."""
+
+    def __init__(self, inner: Any, step_memory: Mapping[str, Any]) -> None:
+        self.step_memory = step_memory
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class FuseWithinLevels(InStepMemory):
     """Inductor's heuristics, with two more rules.
 
     Two kernels that do not read each other's results are fused only if the longest chains of never-fused kernels before
@@ -47,13 +69,9 @@ class FuseWithinLevels:
     """
 
     def __init__(self, inner: Any, own_ops: frozenset[Any], stored: str, step_memory: Mapping[str, Any]) -> None:
-        self.step_memory = step_memory
-        self._inner = inner
+        super().__init__(inner, step_memory)
         self._own_ops = own_ops
         self._stored = stored
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def can_fuse_horizontal(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         if not self._inner.can_fuse_horizontal(scheduler, node1, node2, shared_data_score):

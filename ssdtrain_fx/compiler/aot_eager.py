@@ -74,11 +74,12 @@ def compile_with_aot_eager(
     def compile_half(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         run = run_node_by_node(gm, example_inputs)
         is_forward = bool(find(gm.graph, RELEASE))
-        if plan is None or not (is_forward or find(gm.graph, RELOAD)):
+        if plan is None:
             return run
-        forward, backward = calibration.halves(plan)
+        moves = is_forward or bool(find(gm.graph, RELOAD))
+        forward, backward = calibration.halves(plan) if moves else (None, None)
         timed = forward if is_forward else backward
-        run = in_step_memory(run, planned_peak_bytes=plan.peak_after_bytes, timed=timed)
+        run = in_step_memory(run, planned_peak_bytes=plan.peak_after_bytes, timed=timed, moves=moves)
         run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return run
 

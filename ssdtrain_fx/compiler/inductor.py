@@ -27,7 +27,7 @@ from torch import fx
 
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx._torch_private import inductor as private
-from ssdtrain_fx._torch_private.inductor_fusion import fusing_as_planned
+from ssdtrain_fx._torch_private.inductor_fusion import fusing_as_planned, running_in_step_memory
 from ssdtrain_fx._torch_private.inductor_mutations import keeping_writers_in_front
 from ssdtrain_fx.compiler.calibration import Calibration
 from ssdtrain_fx.compiler.chunk_loss import LossChunking
@@ -275,10 +275,13 @@ class _CompileBothHalves:
             stack.enter_context(keeping_writers_in_front())
             if self.plain is not None:
                 stack.enter_context(self.plain.computing_alike(gm, example_inputs, **kwargs))
+            step_memory: Any = gm.graph.output_node().meta.get(STEP_MEMORY)
             if _is_rewritten(gm.graph):
                 stack.enter_context(private.settings(**private.SETTINGS_OF_MOVING_GRAPHS))
-                step_memory = gm.graph.output_node().meta[STEP_MEMORY]
                 stack.enter_context(fusing_as_planned(frozenset(OPS), STORED, step_memory))
+            elif step_memory is not None:  # a training graph
+                unmoved = {**step_memory, "timed": None, "moves": False}
+                stack.enter_context(running_in_step_memory(unmoved))
             code = private.compile_fx_inner(gm, example_inputs, **kwargs)
         if site_by_token:
             strides = private.offload_strides_in(code, OFFLOAD, hints)

@@ -5,7 +5,8 @@ them and lets the next layer touch fresh pages. So what a step saves would not s
 
 While compiled code runs, the tensors of its thread come from the arena: intermediates, saved tensors, workspaces of
 kernels, and reloaded tensors. What the caller receives keeps its block for as long as it lives. Tensors of other
-threads, of code that is not compiled by this backend, and of less than 64 KiB come from torch's own allocator.
+threads, of code that is not compiled by this backend, and of less than 64 KiB come from torch's own allocator. If no
+graph of the process moves tensors, all do.
 ``_torch_private/arena_cpp/`` says what the arena guarantees.
 """
 
@@ -72,6 +73,8 @@ class StepMemory:
         self._library: ArenaLibrary | None = None
         self._steps: set[int] = set()
         self.planned_peak_bytes = 0
+        self.is_needed = False
+        """Whether a graph that moves tensors has been loaded in this process."""
 
     @property
     def library(self) -> ArenaLibrary | None:
@@ -158,20 +161,25 @@ def keep_memory_for(step: Step) -> Step:
 
 
 def in_step_memory(
-    call: Callable[[Any], Any], *, planned_peak_bytes: int, timed: Sequence[Any] | None = None
+    call: Callable[[Any], Any], *, planned_peak_bytes: int, timed: Sequence[Any] | None = None, moves: bool = True
 ) -> Callable[[Any], Any]:
     """``call``, a compiled graph, with its memory from the arena. Code that Inductor generates calls this.
 
     Args:
         planned_peak_bytes: the peak that the plan predicts for the step.
         timed: the fields of a ``TimedHalf``: then its time is measured. None: it is not.
+        moves: whether the graph moves tensors. If none of the process does, they run on the heap, as with Inductor.
+            Else this one fills what the others have left free in the arena.
     """
     run_graph = call if timed is None else functools.partial(step_clock.run, TimedHalf(*timed), call)
     is_first, graph = True, next(_graphs)
+    step_memory.is_needed |= moves
 
     @functools.wraps(call)
     def run(args: Any) -> Any:
         nonlocal is_first
+        if not step_memory.is_needed:
+            return call(args)
         library = step_memory.library
         if library is None:
             return run_graph(args)

@@ -38,7 +38,8 @@ class Layers(nn.Module):
 def compile_layers(inner: Any = "aot_eager", **options: Any) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     torch.manual_seed(0)
     model = Layers()
-    config = OffloadConfig(policy="all", min_tensor_bytes=0, hardware=FAST_DISK, inner=inner, **options)
+    options = {"policy": "all", "min_tensor_bytes": 0, **options}
+    config = OffloadConfig(hardware=FAST_DISK, inner=inner, **options)
     return model, torch.compile(model, backend=ssdtrain_fx.backend(config))
 
 
@@ -66,6 +67,27 @@ def test_a_step_uses_the_arena_and_leaves_what_the_caller_holds(inner: str, libr
     del loss, gradients
     model.zero_grad(set_to_none=True)
     assert allocated_bytes() == before
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_step_that_moves_nothing_uses_the_arena_that_another_one_needs(
+    inner: str, library: ArenaLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.step_memory, "is_needed", False)
+    torch._dynamo.reset()
+    x = data()
+    _, idle = compile_layers(inner, policy="auto", min_tensor_bytes=1 << 40)
+    _, moving = compile_layers(inner)
+    from_arena: list[int] = []
+    for compiled in (idle, moving, idle):
+        compiled(x).backward()
+        library.reset_peaks()
+        before = allocated_bytes()
+        moved = counted(lambda compiled=compiled: compiled(x).backward())
+        assert bool(moved.offloads) == (compiled is moving)
+        from_arena.append(ssdtrain_fx.memory_stats().allocated_peak_bytes - before)
+    assert from_arena[0] == 0
+    assert from_arena[2] > from_arena[1] > x.nbytes, "without offloading, more is held"
 
 
 @pytest.mark.usefixtures("library")

@@ -45,6 +45,8 @@ MAX_PROBES = 3
 """Maximum number of measurements of a machine that is disturbed."""
 
 _known: dict[str, Hardware] = {}
+_full: set[str] = set()
+"""Profiles that could not be measured for want of room, of which a warning was logged."""
 _known_lock = ForkSafeLock()
 
 
@@ -76,7 +78,9 @@ def load_hardware(
                 with measuring_alone(interrupted=interrupted):  # the ranks of one run would disturb each other
                     hardware = read_profile(key) or _measure_quickly(device, directories, key)
             except FullDiskError as error:  # training can go on: what cannot be written stays in memory
-                log.warning("%s Until then, plans assume a drive of 2 GB/s.", error)
+                if identity not in _full:  # every graph asks
+                    _full.add(identity)
+                    log.warning("%s Until then, plans assume a drive of 2 GB/s.", error)
                 return assumed_hardware(device_name(device), on_gpu=is_accelerator(torch.device(device)))
         _known[identity] = hardware
     return hardware

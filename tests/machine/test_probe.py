@@ -506,6 +506,22 @@ def test_too_little_room(ssd_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
         measure_hardware("cpu", ssd_dir, quick=True)
 
 
+def test_a_full_disk_is_told_once_and_measured_when_there_is_room(
+    ssd_dir: str, measurements: Measurements, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(probe, "_full", set[str]())
+
+    def refuse(*_: object, **__: object) -> Hardware:
+        raise probe.FullDiskError("It is full.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "measure_hardware", refuse)
+        assumed = [load_hardware("cpu", ssd_dir) for _ in range(3)]
+    assert {hardware.write.bytes_per_s for hardware in assumed} == {2e9}
+    assert caplog.messages == ["It is full. Until then, plans assume a drive of 2 GB/s."]
+    assert load_hardware("cpu", ssd_dir) == measurements.hardware
+
+
 class FakeEvent:
     """From one ``record`` to the next, 250 ms pass on the device's clock."""
 

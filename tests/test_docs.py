@@ -110,6 +110,7 @@ PRELUDES = {
     "single_modules.md": COMMON,
     "trainers.md": TRAINERS,
     "projections.md": "",
+    "torch_compile.md": COMMON + "critic = model\n",
     "command_line.md": "",
 }
 """Code that runs before the first block of a page."""
@@ -209,20 +210,21 @@ def test_python_runs(path: Path, tmp_path: Path) -> None:
         assert {"x.html", "steps.json"} <= {entry.name for entry in tmp_path.iterdir()}
 
 
-def test_every_fault_names_its_tests() -> None:
-    """Each row of the table of faults ends with tests that exist."""
-    rows = [line for line in (ROOT / "docs" / "faults.md").read_text().splitlines() if line.startswith("| ")]
-    rows = [row for row in rows if not row.startswith("| fault ")]
-    assert len(rows) > 40
+@pytest.mark.parametrize(("page", "column", "least"), [("faults.md", 3, 40), ("reference/torch_compile.md", 2, 20)])
+def test_every_row_names_its_tests(page: str, column: int, least: int) -> None:
+    """Each row ends with tests, or programs of a test, that exist."""
+    lines = (ROOT / "docs" / page).read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.endswith("| tests |")]
+    assert len(rows) > least
     existing = {
         name
         for path in (ROOT / "tests").rglob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+        for name in re.findall(r"^(?:@program\n)?def (\w+)", path.read_text(), re.MULTILINE)
     }
     for row in rows:
         _, *cells, tests, _ = row.split("|")
         named = re.findall(r"`(\w+)`", tests)
-        assert len(cells) == 3 and named, row
+        assert len(cells) == column and named, row
         assert [name for name in named if name not in existing] == [], row
 
 

@@ -30,6 +30,7 @@ these versions.
 | ``_inductor.list_mode_options`` | ``mode=`` cannot be honoured |
 | ``meta["inductor_realize_to_strides"]`` | a recomputed tensor may get another layout |
 | ``_functorch._aot_autograd.utils``: ``top_saved_tensors_hooks``, ``..._are_inlineable`` | such hooks get tokens |
+| ``_functorch.config.activation_memory_budget`` | a warning lacks a number |
 | ``_functorch._aot_autograd.descriptors`` | graph logs lose labels; inputs of a graph stay in memory |
 | ``_dynamo.backends.common.aot_autograd`` | no ``inner="aot_eager"`` |
 | ``fx._lazy_graph_module._LazyGraphModule`` | planning takes a fifth longer |
@@ -66,6 +67,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "StorageWeakRef",
+    "activation_memory_budget",
     "aot_autograd",
     "called_subgraph",
     "compile_apart",
@@ -229,6 +231,13 @@ def functorch_config_patch(**changes: Any) -> AbstractContextManager[None]:
     from torch._functorch import config
 
     return cast(AbstractContextManager[None], config.patch(**changes))
+
+
+def activation_memory_budget() -> float:
+    """Torch's own option for recomputation; 1 is its default, and recomputes nothing that costs time."""
+    from torch._functorch import config
+
+    return float(cast(Any, config).activation_memory_budget)
 
 
 def overwrites_saved_tensors() -> bool:

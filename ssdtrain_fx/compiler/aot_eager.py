@@ -10,6 +10,7 @@ from torch import fx
 from ssdtrain_fx import _torch_private
 from ssdtrain_fx.compiler.calibration import Calibration
 from ssdtrain_fx.compiler.inlined_hooks import hooks_need_saved_tensors
+from ssdtrain_fx.compiler.redrawn_numbers import warn_of_redrawn_numbers
 from ssdtrain_fx.config import OffloadConfig
 from ssdtrain_fx.passes.analysis.chains import find_activation_inputs
 from ssdtrain_fx.passes.graph.op_targets import RELEASE, RELOAD, WAIT, find
@@ -48,6 +49,7 @@ def compile_with_aot_eager(
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if hooks_need_saved_tensors():
             return forward, backward
+        warn_of_redrawn_numbers(forward, backward)
         hardware = calibration.hardware
         step = offload_saved_tensors(
             forward,

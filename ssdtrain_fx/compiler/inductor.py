@@ -34,6 +34,7 @@ from ssdtrain_fx.compiler.chunk_loss import LossChunking
 from ssdtrain_fx.compiler.dry_run import compile_to_zeros
 from ssdtrain_fx.compiler.inlined_hooks import hooks_need_saved_tensors
 from ssdtrain_fx.compiler.plain_step import PlainStep
+from ssdtrain_fx.compiler.redrawn_numbers import warn_of_redrawn_numbers
 from ssdtrain_fx.config import OffloadConfig, device_of
 from ssdtrain_fx.function_names import display_name, stable_name
 from ssdtrain_fx.hardware import Hardware
@@ -55,6 +56,9 @@ PACKAGE = Path(__file__).parents[1]
 
 STEP_MEMORY = "ssdtrain_step_memory"
 """Key in the metadata of the output of both halves of a step: the arguments of ``in_step_memory`` besides the code."""
+
+STEP_MEMORY_OF_COMPILED_AUTOGRAD = {"planned_peak_bytes": 0}
+"""The backwards of all graphs become one graph, which no plan is about."""
 
 Observer = Callable[[OffloadedStep], None]
 
@@ -156,6 +160,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
             return step
 
         step = self.chunking.plan(gm, joint_inputs, partition=partition, make_plan=make_plan, budget=budget, **kwargs)
+        is_wrong = warn_of_redrawn_numbers(*plain[step.forward])
         if step.warning:
             log.warning("%s", step.warning)
         if self.observe is not None:
@@ -168,7 +173,7 @@ class OffloadPartitioner(private.CustomPartitionerFn):
             }
         if self.on_rewrite is not None and any(_is_rewritten(half.graph) for half in (step.forward, step.backward)):
             self.on_rewrite(*plain[step.forward])
-        if (step.warning or self.chunking.has_warned) and self.on_warning is not None:
+        if (is_wrong or step.warning or self.chunking.has_warned) and self.on_warning is not None:
             self.on_warning()
         return step.forward, step.backward
 
@@ -275,8 +280,9 @@ class _CompileBothHalves:
             stack.enter_context(keeping_writers_in_front())
             if self.plain is not None:
                 stack.enter_context(self.plain.computing_alike(gm, example_inputs, **kwargs))
-            step_memory: Any = gm.graph.output_node().meta.get(STEP_MEMORY)
+            step_memory = gm.graph.output_node().meta.get(STEP_MEMORY)
             if _is_rewritten(gm.graph):
+                step_memory = step_memory or STEP_MEMORY_OF_COMPILED_AUTOGRAD
                 stack.enter_context(private.settings(**private.SETTINGS_OF_MOVING_GRAPHS))
                 stack.enter_context(fusing_as_planned(frozenset(OPS), STORED, step_memory))
             elif step_memory is not None:  # a training graph

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from steps import settled_statistics
 from test_training_loops import Tower
 
 import ssdtrain_fx
 from ssdtrain_fx import ConfigError, OffloadConfig, backend, explain, rok
 from ssdtrain_fx.compiler import inductor
 from ssdtrain_fx.runtime.config import EngineConfig
+from ssdtrain_fx.testing import assert_same_bits, gradients_of
 
 OPTIONS = [field.name for field in dataclasses.fields(OffloadConfig)]
 
@@ -163,6 +165,34 @@ def test_compiled_autograd_needs_inductor() -> None:
         pytest.raises(Exception, match="Use inner='inductor', or leave compiled autograd off"),
     ):
         loss.backward()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_compiled_autograd_makes_one_graph_of_all_backwards() -> None:
+    """It traces the backward of two compiled graphs, ``reload`` and ``wait`` included, and compiles it once more."""
+
+    def train(compiler: Any) -> dict[str, torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Tower()
+
+        def halves(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x)
+            torch._dynamo.graph_break()
+            return torch.tanh(loss).square().sum()
+
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            compiled = torch.compile(halves, backend=compiler)
+            for seed in range(2):
+                compiled(torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))).backward()
+        return gradients_of(model)
+
+    expected, before = train("inductor"), settled_statistics()
+    found = train(backend(OffloadConfig(policy="all", min_tensor_bytes=0)))
+    assert_same_bits(found, expected)
+    moved = settled_statistics().since(before)
+    assert moved.offloads == moved.reloads > 0
+    assert settled_statistics().slots_in_use == 0
 
 
 def test_mode_is_refused_where_nothing_uses_it() -> None:

@@ -11,6 +11,7 @@ from torch import fx
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.candidates import Candidate, find_candidates
 from ssdtrain_fx.passes.analysis.chains import find_activations
+from ssdtrain_fx.passes.analysis.checkpoint_wishes import must_offload
 from ssdtrain_fx.passes.analysis.estimates import estimate
 from ssdtrain_fx.passes.analysis.fused_kernels import NodeFacts
 from ssdtrain_fx.passes.analysis.kernel_workspaces import find_kernel_workspaces
@@ -47,7 +48,7 @@ class Analysis:
     facts: NodeFacts | None = None
     """The facts from which ``node_s`` were estimated, for later estimates."""
     wishes: Mapping[int, Wish] = dataclasses.field(default_factory=dict[int, Wish])
-    """What option ``modules`` wishes for storages, by index."""
+    """What selective checkpoints and option ``modules`` wish for storages, by index."""
     subgraph_calls: Mapping[fx.Node, SubgraphCall] = dataclasses.field(default_factory=dict[fx.Node, SubgraphCall])
     """What the nodes take that call a subgraph. ``node_s`` has their seconds; ``intervals`` have no workspaces."""
     kernel_workspaces: Mapping[fx.Node, int] = dataclasses.field(default_factory=dict[fx.Node, int])
@@ -132,5 +133,5 @@ def with_candidates(analysis: Analysis, *, min_tensor_bytes: int, modules: Modul
     candidates = find_candidates(
         analysis.joint, analysis.alias_sets, min_tensor_bytes=min_tensor_bytes, activations=analysis.activations
     )
-    wishes = find_wishes(candidates, modules)
+    wishes = must_offload(candidates) | find_wishes(candidates, modules)
     return dataclasses.replace(analysis, candidates=keep_as_wished(candidates, wishes), wishes=wishes)

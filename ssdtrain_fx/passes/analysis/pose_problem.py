@@ -9,6 +9,7 @@ from torch import fx
 from ssdtrain_fx.hardware import Hardware
 from ssdtrain_fx.passes.analysis.analyse import Analysis
 from ssdtrain_fx.passes.analysis.candidates import Candidate
+from ssdtrain_fx.passes.analysis.checkpoint_wishes import prefers_host
 from ssdtrain_fx.passes.planning.live_intervals import LiveInterval, memory_profile
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, TransferProblem, add_up
 
@@ -90,4 +91,5 @@ def _describe_movable(
         wait=first_backward_read,
         live_end=interval.end,
         must_move=must_move,
+        prefers_host=prefers_host(candidate),
     )

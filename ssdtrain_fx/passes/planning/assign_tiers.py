@@ -21,7 +21,7 @@ On a CPU there is nothing to assign, because storages are offloaded to free host
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -30,7 +30,9 @@ from ssdtrain_fx.passes.planning.live_intervals import LiveInterval
 from ssdtrain_fx.passes.planning.transfer_problem import HostTier, Movable, Tier
 
 
-def assign_tiers(absences: Sequence[LiveInterval], *, host_budget_bytes: int) -> dict[int, Tier]:
+def assign_tiers(
+    absences: Sequence[LiveInterval], *, host_budget_bytes: int, preferred: Collection[int] = ()
+) -> dict[int, Tier]:
     """Assign a tier to every storage, by its index.
 
     Args:
@@ -38,10 +40,15 @@ def assign_tiers(absences: Sequence[LiveInterval], *, host_budget_bytes: int) ->
             until ``end``, where it is reloaded.
         host_budget_bytes: the most the host tier may hold at any position. Transfers to the SSD need additional
             staging.
+        preferred: the storages that come first, by index.
     """
+
+    def rank(absence: LiveInterval) -> tuple[int, ...]:
+        return (absence.storage_idx not in preferred, absence.end, -absence.start, absence.storage_idx)
+
     held_bytes = np.zeros(max((absence.end for absence in absences), default=0), dtype=np.int64)
     tiers: dict[int, Tier] = {}
-    for absence in sorted(absences, key=lambda one: (one.end, -one.start, one.storage_idx)):
+    for absence in sorted(absences, key=rank):
         away = held_bytes[absence.start : absence.end]  # a view
         fits = int(away.max(initial=0)) + absence.size_bytes <= host_budget_bytes
         tiers[absence.storage_idx] = "host" if fits else "ssd"
@@ -57,6 +64,7 @@ def fill_host_tier(host: HostTier | None, moved: Iterable[Movable], hardware: Ha
     """
     if host is None:
         return frozenset()
+    moved = list(moved)
     absences = [
         LiveInterval(
             storage_idx=movable.idx,
@@ -66,5 +74,6 @@ def fill_host_tier(host: HostTier | None, moved: Iterable[Movable], hardware: Ha
         )
         for movable in moved
     ]
-    tiers = assign_tiers(absences, host_budget_bytes=host.budget_bytes)
+    preferred = {movable.idx for movable in moved if movable.prefers_host}
+    tiers = assign_tiers(absences, host_budget_bytes=host.budget_bytes, preferred=preferred)
     return frozenset(idx for idx, tier in tiers.items() if tier == "host")

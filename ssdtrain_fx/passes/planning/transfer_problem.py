@@ -82,6 +82,8 @@ class Movable:
     must_move: bool = False
     """Every placement offloads it, at any cost in time. The exact solver ignores this: its bound is that of a free
     choice."""
+    prefers_host: bool = False
+    """The host tier takes it before all others. The exact solver ignores this too."""
 
 
 class MovingTimes(NamedTuple):

@@ -98,6 +98,13 @@ def test_of_other_sizes_more_may_be_possible() -> None:
     assert most_bytes([small, large], 8) == 8
 
 
+def test_what_is_preferred_comes_first() -> None:
+    """By the rule alone, the host holds what is needed soonest."""
+    absences = [LiveInterval(storage_idx=idx, start=idx, end=9 - idx, size_bytes=8) for idx in range(3)]
+    assert assign_tiers(absences, host_budget_bytes=8) == {0: "ssd", 1: "ssd", 2: "host"}
+    assert assign_tiers(absences, host_budget_bytes=8, preferred={0}) == {0: "host", 1: "ssd", 2: "ssd"}
+
+
 def test_memory_is_free_again_where_a_storage_is_back() -> None:
     first = LiveInterval(storage_idx=0, start=0, end=4, size_bytes=8)
     second = LiveInterval(storage_idx=1, start=4, end=6, size_bytes=8)

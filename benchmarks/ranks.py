@@ -153,7 +153,7 @@ def in_parallel(job: Job, backend: Any, config: OffloadConfig) -> Training:
         planned_bytes = peak_of_chain(graphs, in_a_row(len(graphs)), keep_gradients=False)
         for index, layer in enumerate(layers):
             layers[index] = compile_module(layer, backend)
-            fully_shard(layers[index], mesh=mesh)
+            fully_shard(layers[index], mesh=mesh, reshard_after_forward=True)
         fully_shard(model, mesh=mesh)
 
     def step(x: Tensor, target: Tensor) -> float:
@@ -371,6 +371,8 @@ def compare(job: Job, ranks: int) -> dict[str, Any]:
         "inductor_step_s": max(rank["step_s"] for rank in plain),
         "inductor_growth_bytes": max(rank["growth_bytes"] for rank in plain),
         "offloads_of_each_rank": [rank["offloads"] for rank in ours],
+        "growth_bytes_of_each_rank": [rank["growth_bytes"] for rank in ours],
+        "inductor_growth_bytes_of_each_rank": [rank["growth_bytes"] for rank in plain],
         **most,
     }
 

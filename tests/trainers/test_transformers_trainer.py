@@ -117,7 +117,26 @@ def test_gradient_checkpointing(how: str, tmp_path: Path) -> None:
     def run(backend: str) -> Trained:
         model = make_model()
         compiled = compiled_by(how, backend, model, {**EVERYTHING, "min_tensor_bytes": 8 << 10})
-        settings = arguments(tmp_path, gradient_checkpointing=True, **compiled)
+        settings = arguments(tmp_path, activation_checkpointing=True, **compiled)
+        return train(make_trainer(model, settings, train_dataset=Text(8)))
+
+    compare(run)
+
+
+@pytest.mark.slow
+def test_checkpoints_that_transformers_keeps_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hooks copy what enters a layer to pinned memory, which is replaced here: torch needs a GPU for it."""
+    empty = torch.empty
+
+    def empty_unpinned(*arguments: Any, pin_memory: bool = False, **keywords: Any) -> torch.Tensor:
+        return empty(*arguments, **keywords)
+
+    monkeypatch.setattr(torch, "empty", empty_unpinned)
+
+    def run(backend: str) -> Trained:
+        model = make_model()
+        checkpoints = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
+        settings = arguments(tmp_path, **checkpoints, **compiled_by("argument", backend, model))
         return train(make_trainer(model, settings, train_dataset=Text(8)))
 
     compare(run)

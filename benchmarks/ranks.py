@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -48,13 +48,14 @@ SCHEDULES = {
     "1f1b": "Schedule1F1B",
     "1f1b-told": "Schedule1F1B",
     "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
 }
-"""In ``1f1b-told``, each stage says which backward comes next. torch refuses compiled stages in schedules without
-bubbles."""
+"""In ``1f1b-told``, each stage says which backward comes next."""
 PARALLELISMS = ("ddp", "fsdp", "tensor", *SCHEDULES)
+INTERLEAVED = ("interleaved", "zero-bubble")
 STAGES_PER_RANK = 2
-"""Of the schedule that interleaves."""
-KEEP_WHAT_IS_SENT = ("gpipe", "interleaved")
+"""Of the schedules that interleave."""
+KEEP_WHAT_IS_SENT = ("gpipe", *INTERLEAVED)
 """These schedules wait for what they send at the end of the step (torch 2.13): until then, it stays in memory."""
 MICRO_BATCHES = 8
 WARM_UP_STEPS = 3
@@ -106,6 +107,17 @@ class Whole(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         return square_error(self.layers(x), target)
+
+
+class Stage(nn.Module):
+    """A part of a model. Dynamo skips the code of torch's own containers if they are compiled in place."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,12 +188,25 @@ def compile_module(module: nn.Module, backend: Any) -> nn.Module:
     return compiled
 
 
+def compile_stage(job: Job, module: nn.Module, backend: Any) -> nn.Module:
+    """Without bubbles, a backward runs twice: for the gradients of inputs, then for those of weights. torch refuses the
+    result of ``torch.compile`` there."""
+    if job.parallelism != "zero-bubble":
+        return compile_module(module, backend)
+    from torch._functorch import config
+
+    cast(Any, config).donated_buffer = False  # so that it may run twice
+    stage = Stage(module)
+    stage.compile(backend=backend)
+    return stage
+
+
 def in_pipeline(job: Job, layers: nn.Sequential, backend: Any, config: OffloadConfig) -> Training:
     import torch.distributed as dist
     from torch.distributed import pipelining
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    per_rank = STAGES_PER_RANK if job.parallelism == "interleaved" else 1
+    per_rank = STAGES_PER_RANK if job.parallelism in INTERLEAVED else 1
     count = ranks * per_rank
     size = job.layers // count
     modules = [layers[index * size : (index + 1) * size] for index in range(rank, count, ranks)]
@@ -219,7 +244,7 @@ def in_pipeline(job: Job, layers: nn.Sequential, backend: Any, config: OffloadCo
 
     make_stage = ToldStage if job.parallelism == "1f1b-told" else RecordedStage
     stages = [
-        make_stage(compile_module(module, backend), index, count, torch.device("cpu"))
+        make_stage(compile_stage(job, module, backend), index, count, torch.device("cpu"))
         for module, index in zip(modules, range(rank, count, ranks), strict=True)
     ]
     make = getattr(pipelining, SCHEDULES[job.parallelism])

@@ -16,7 +16,7 @@ from ssdtrain_fx.testing import toy_hardware
 
 PROGRAM = Path(__file__).parents[1] / "benchmarks" / "ranks.py"
 MANY = [pytest.mark.slow, pytest.mark.timeout(1800)]
-PIPELINES = ("gpipe", "1f1b", "1f1b-told", "interleaved")
+PIPELINES = ("gpipe", "1f1b", "1f1b-told", "interleaved", "zero-bubble")
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch was built without torch.distributed"

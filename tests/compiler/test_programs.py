@@ -629,3 +629,19 @@ def test_an_export_of_a_compiled_model_is_the_plain_model() -> None:
     exported = torch.export.export(compiled, (x,), strict=False)
     assert not [node for node in exported.graph.nodes if "ssdtrain" in str(node.target)]
     assert_same_bits({"": exported.module()(x).detach()}, {"": net(x).detach()})
+
+
+def test_of_modules_compiled_in_place_torch_skips_its_own_containers() -> None:
+    """In torch 2.13, ``nn.Sequential(...).compile()`` compiles nothing, with every backend."""
+    seen: list[str] = []
+
+    def note(graph: Any, _: Any) -> Any:
+        seen.append("graph")
+        return graph
+
+    for module, graphs in ((nn.Sequential(nn.Linear(WIDTH, WIDTH)), 0), (Net(), 1)):
+        torch._dynamo.reset()
+        seen.clear()
+        module.compile(backend=note)
+        module(batch()).sum().backward()
+        assert len(seen) == graphs

@@ -17,10 +17,11 @@ KVIKIO := kvikio-cu13 libkvikio-cu13 rapids-logger
 # tests, whose start it would slow down. Where it cannot be installed, they are skipped and say so.
 TRITON := triton==3.7.1
 
-# What the tests of DeepSpeed and torchtitan need beside it. Neither is on the path of the other tests. torchtitan 0.3
+# What the tests of DeepSpeed, torchtitan and torchao need beside it. None is on the path of the other tests. torchtitan 0.3
 # needs this version of spmd_types, whatever is newest.
 PROGRAMS := deepspeed einops hjson msgpack ninja py-cpuinfo \
-	torchtitan docstring_parser shtab spmd_types==0.2.3 torch_checkpointing torchdata typeguard tyro
+	torchtitan docstring_parser shtab spmd_types==0.2.3 torch_checkpointing torchdata typeguard tyro \
+	torchao
 
 BIN := $(VENV)/bin
 # Tests run in as many processes as there are cores, but no more than fit into the memory of most machines.

@@ -1,4 +1,4 @@
-"""DeepSpeed and torchtitan, started by torchrun on CPUs, train with the bits of plain Inductor."""
+"""DeepSpeed, torchtitan and torchao, started by torchrun on CPUs, train with the bits of plain Inductor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = Path(sys.prefix) / "programs"
-"""Where `make test` installs both: not on the path of other tests. transformers and Accelerate import DeepSpeed if they
+"""Where `make test` installs them: not on the path of other tests. transformers and Accelerate import DeepSpeed if they
 can, which takes seconds."""
 TRITON = Path(sys.prefix) / "triton"
 """torchtitan imports it."""
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("accelerate")
             1, ["torchtitan", "--checkpoint", "full", "selective"], 2, marks=pytest.mark.slow, id="titan-checkpoints"
         ),
         pytest.param(2, ["torchtitan"], 2, marks=pytest.mark.slow, id="titan-2-ranks"),
+        pytest.param(1, ["torchao", "float8", "int8", "frozen_int8"], 3, id="torchao"),
     ],
 )
 def test_bits_are_equal(tmp_path: Path, ranks: int, arguments: list[str], comparisons: int) -> None:

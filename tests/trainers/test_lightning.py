@@ -26,7 +26,6 @@ def _lightning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.usefixtures("one_thread", "plain_kernels"),
     pytest.mark.filterwarnings("ignore"),
 ]
@@ -93,7 +92,9 @@ def test_a_compiled_lightning_module(tmp_path: Path) -> None:
     compare(train)
 
 
-@pytest.mark.parametrize("how", ["options", "enable", "value"])
+@pytest.mark.parametrize(
+    "how", ["options", *(pytest.param(how, marks=pytest.mark.slow) for how in ("enable", "value"))]
+)
 def test_fabric_compiles_again_with_the_same_arguments(how: str) -> None:
     """Fabric unwraps a compiled module, sets it up, and compiles it with a deep copy of what it was compiled with."""
     from lightning import Fabric

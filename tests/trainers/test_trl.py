@@ -23,7 +23,6 @@ from small_training import (
 import ssdtrain_fx
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.usefixtures("one_thread", "plain_kernels"),
     pytest.mark.filterwarnings("ignore"),
 ]
@@ -57,11 +56,12 @@ def train(backend: str, folder: Path, **others: Any) -> Trained:
     return Trained(trainer.losses, parameters_of(trainer.model))
 
 
-@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("loss_type", ["nll", pytest.param("dft", marks=pytest.mark.slow)])
 def test_losses(loss_type: str, tmp_path: Path) -> None:
     compare(lambda backend: train(backend, tmp_path, loss_type=loss_type))
 
 
+@pytest.mark.slow
 def test_both_offloaders_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's hooks get what compiled code saves. The tokens among it are tensors of 8 bytes on the CPU: passed on.
 

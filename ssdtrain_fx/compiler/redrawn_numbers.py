@@ -38,6 +38,8 @@ def _draws(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, _torch_private.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
+    if target.namespace == "rngprims":  # its seed and offset are arguments, so it draws the same numbers again
+        return False
     for at, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":  # of attention, which has the tag anyway
             given: Any = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ssdtrain_fx
 from ssdtrain_fx import OffloadConfig
 from ssdtrain_fx._torch_private import functorch_config_patch
+from ssdtrain_fx.compiler.redrawn_numbers import warn_of_redrawn_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WARNING = "backward draws random numbers again that forward has drawn (test_redrawn_numbers.py:"
@@ -72,3 +73,16 @@ def test_attention_draws_only_with_dropout(dropout: float, caplog: pytest.LogCap
     with functorch_config_patch(activation_memory_budget=0.0):
         torch.compile(attend, backend=backend)(torch.rand(2, 2, 16, 16, requires_grad=True)).sum().backward()
     assert any(WARNING in message for message in caplog.messages) == (dropout > 0)
+
+
+@pytest.mark.parametrize(("op", "is_told"), [("aten.rand", True), ("rngprims.philox_rand", False)])
+def test_what_gets_its_seed_as_an_argument_draws_the_same_again(op: str, is_told: bool) -> None:
+    """As with ``functionalize_rng_ops``, which torch has for GPUs only."""
+    namespace, name = op.split(".")
+
+    def half() -> fx.GraphModule:
+        graph = fx.Graph()
+        graph.output(graph.call_function(getattr(getattr(torch.ops, namespace), name).default, ([4],)))
+        return fx.GraphModule({}, graph)
+
+    assert warn_of_redrawn_numbers(half(), half()) is is_told
